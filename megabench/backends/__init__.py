@@ -1,0 +1,1 @@
+"""Backends: the protocol and registry, and the eager baseline users subclass."""
