@@ -1,0 +1,124 @@
+"""The run folder keeps every finished row and never writes anything that is not strict JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megabench.results import (
+    CaseResult,
+    RunEnd,
+    RunFolder,
+    StageResult,
+    StoreError,
+    capture_environment,
+    make_header,
+    read_run,
+)
+
+
+def case_row(worst: float | None = 0.5, **fields: object) -> CaseResult:
+    row = {
+        "suite": "smoke",
+        "case_id": "r0-tp1-1q1s1",
+        "case_hash": "0" * 16,
+        "case": {"tp": 1},
+        "backend": "torch",
+        "status": "passed",
+        "stages": [StageResult(name="lse", ok=True, checked=64, worst=worst)],
+    }
+    return CaseResult.model_validate(row | fields)
+
+
+def refuse(constant: str) -> float:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def test_a_run_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    header = make_header("validate", ["validate"], capture_environment("cpu"), planned=1)
+    with RunFolder.create(tmp_path, "validate") as folder:
+        for row in (header, case_row(), RunEnd(finished="now", seconds=1.0, rows=1)):
+            folder.append(row)
+    run = read_run(folder.path)
+    assert run.header == header
+    assert run.cases == [case_row()]
+    assert run.end is not None
+    assert run.end.rows == folder.cases_written == 1
+    assert not run.torn
+
+
+def test_a_row_is_on_disk_when_append_returns(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, "bench")
+    folder.append(case_row())
+    assert len(read_run(folder.path).cases) == 1  # the writer is still open
+    folder.close()
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(min_value=1))
+def test_a_torn_last_line_loses_only_itself(cut: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as name, RunFolder.create(name, "bench") as folder:
+        folder.append(case_row())
+        whole = folder.results.read_bytes()
+        torn = whole + whole[: 1 + cut % (len(whole) - 2)]
+        folder.results.write_bytes(torn)
+        run = read_run(folder.path)
+        assert run.torn
+        assert run.cases == [case_row()]
+
+
+def test_a_bad_line_in_the_middle_is_an_error_naming_it(tmp_path: Path) -> None:
+    with RunFolder.create(tmp_path, "bench") as folder:
+        folder.append(case_row())
+        whole = folder.results.read_text()
+        folder.results.write_text(whole + "{broken\n" + whole)
+    with pytest.raises(StoreError, match=r"results\.jsonl:2"):
+        read_run(folder.path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_numbers_are_strict_json_and_come_back(tmp_path: Path, value: float) -> None:
+    stage = StageResult(name="x", ok=False, checked=1, worst=value, detail={"deep": [value]})
+    with RunFolder.create(tmp_path, "validate") as folder:
+        folder.append(case_row(stages=[stage]))
+    json.loads(folder.results.read_text(), parse_constant=refuse)
+    back = read_run(folder.path).cases[0].stages[0].worst
+    assert back is not None
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+def test_two_runs_of_one_second_get_two_folders(tmp_path: Path) -> None:
+    paths = set()
+    for _ in range(3):
+        with RunFolder.create(tmp_path, "bench") as folder:
+            paths.add(folder.path)
+    assert len(paths) == 3
+
+
+def test_an_out_that_is_a_file_is_one_line_and_nothing_written(tmp_path: Path) -> None:
+    out = tmp_path / "taken"
+    out.write_text("mine")
+    with pytest.raises(StoreError, match=r"--out .*taken") as caught:
+        RunFolder.create(out, "bench")
+    assert "\n" not in str(caught.value)
+    assert out.read_text() == "mine"
+
+
+def test_an_unknown_field_is_refused() -> None:
+    with pytest.raises(ValueError, match="surprise"):
+        case_row(surprise=1)
+
+
+def test_the_environment_names_the_processor_and_the_libraries() -> None:
+    environment = capture_environment("cpu")
+    assert environment.device == "cpu"
+    assert environment.device_name
+    assert "torch" in environment.packages
+    assert environment.cpu_count >= 1
