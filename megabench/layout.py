@@ -19,13 +19,13 @@ def _check_one_byte(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 def chunk_rows(standard: torch.Tensor, heads: int, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """Rows [heads*head_dim, ...] from h*head_dim + d to (d//16)*(heads*16) + h*16 + d%16."""
-    split = standard.unflatten(0, (heads, head_dim // Q_CHUNK, Q_CHUNK))
+    split = torch.unflatten(standard, 0, (heads, head_dim // Q_CHUNK, Q_CHUNK))
     return split.transpose(0, 1).flatten(0, 2)
 
 
 def chunk_columns(standard: torch.Tensor, heads: int, width: int) -> torch.Tensor:
     """Columns [..., heads*16*width] from (h, c, j) to (c, h, j), c in 0..15, j in 0..width-1."""
-    split = standard.unflatten(-1, (heads, HEAD_DIM // QUANT_GROUP, width))
+    split = torch.unflatten(standard, -1, (heads, HEAD_DIM // QUANT_GROUP, width))
     return split.transpose(-3, -2).flatten(-3)
 
 
@@ -89,5 +89,5 @@ def output_order(heads: torch.Tensor) -> torch.Tensor:
     """[T, H, w*16] per head to the kernel's output order [T, H/8, 8*16*w]: element (h, c, j) of a
     group at (c*8 + h)*w + j. w is 32 for codes and 1 for scales."""
     width = heads.shape[-1] // (HEAD_DIM // QUANT_GROUP)
-    grouped = heads.unflatten(1, (-1, WV_GROUP_SIZE))
+    grouped = torch.unflatten(heads, 1, (-1, WV_GROUP_SIZE))
     return chunk_columns(grouped.flatten(2), WV_GROUP_SIZE, width)

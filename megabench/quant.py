@@ -57,7 +57,7 @@ def decode_e4m3(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _blocks(x: torch.Tensor, group: int) -> torch.Tensor:
-    return x.to(torch.float32).unflatten(-1, (-1, group))
+    return torch.unflatten(x.to(torch.float32), -1, (-1, group))
 
 
 def _encode_scaled(blocks: torch.Tensor, scale_bytes: torch.Tensor) -> torch.Tensor:

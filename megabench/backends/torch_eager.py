@@ -1,0 +1,396 @@
+"""The `torch` backend: every op in eager, unfused torch, on CPU and CUDA.
+
+It is the baseline others are measured against and the class a user's backend inherits from.
+Docstrings of the ops are the protocol's (backends/base.py); here stands how they are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from megabench.backends.base import Pair, Support
+from megabench.backends.checks import check_decode, check_prefill, check_tensor, require
+from megabench.backends.eager_attention import attend, rope, store_output
+from megabench.backends.eager_indices import combine_topk_swa, global_topk
+from megabench.backends.eager_matmul import DenseWeights, fp8_einsum, linear
+from megabench.backends.paged import read_rows, read_valid_rows, write_rows
+from megabench.formats import (
+    HEAD_DIM,
+    PAGE_LAYOUTS,
+    QUANT_GROUP,
+    WV_GROUP_SIZE,
+    KVRecord,
+    PageLayout,
+)
+from megabench.geometry import Geometry
+from megabench.layout import chunk_columns, chunk_rows, heads_of, pad_q
+from megabench.quant import (
+    QuantizedActivation,
+    alloc_mega_attn_output,
+    pack_mn_major,
+    unpack_scales,
+)
+
+ATTENTION_BYTES = 256 << 20
+"""Dequantized rows held at a time; attention runs over token chunks of this size."""
+
+
+class TorchBackend:
+    """Eager torch. `page_layout` says how this backend's caches lay out a page."""
+
+    name = "torch"
+
+    def __init__(self, page_layout: PageLayout = "interleaved") -> None:
+        require(page_layout in PAGE_LAYOUTS, "page_layout", f"expected one of {PAGE_LAYOUTS}")
+        self.page_layout: PageLayout = page_layout
+        self._dense = DenseWeights()
+
+    def supports(self, geometry: Geometry, device: torch.device, record: KVRecord) -> Support:
+        if device.type == "cuda" and not torch.cuda.is_available():
+            return Support(False, "torch sees no CUDA device")
+        if device.type not in ("cpu", "cuda"):
+            return Support(False, f"device type {device.type} is neither cpu nor cuda")
+        return Support(True)
+
+    # ---- attention ----------------------------------------------------------
+
+    def fused_norm_rope_attn_rope_cast_decode(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        sm_scale: float,
+        d_v: int,
+        attn_sink: torch.Tensor | None,
+        topk_length: torch.Tensor | None,
+        extra_kv: torch.Tensor | None,
+        extra_indices: torch.Tensor | None,
+        extra_topk_length: torch.Tensor | None,
+        enable_q_norm: bool,
+        rms_norm_eps: float,
+        token_positions: torch.Tensor,
+        is_rope_neox_style: bool,
+        rope_dim: int,
+        cos_sin_cache: torch.Tensor,
+        n_wv_group: int,
+        num_per_channels: int,
+        use_tma_aligned_col_major_sf: bool,
+        round_sf: bool,
+        use_packed_ue8m0: bool,
+        out_fp8: torch.Tensor | None = None,
+        out_sf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        check_decode(
+            q,
+            kv,
+            indices,
+            d_v,
+            attn_sink,
+            topk_length,
+            extra_kv,
+            extra_indices,
+            extra_topk_length,
+            token_positions,
+            is_rope_neox_style,
+            rope_dim,
+            cos_sin_cache,
+            n_wv_group,
+            num_per_channels,
+            use_tma_aligned_col_major_sf,
+            round_sf,
+            use_packed_ue8m0,
+            out_fp8,
+            out_sf,
+        )
+
+        def rows_of(tokens: slice) -> Pair:
+            parts = [self._paged_rows(kv, indices, topk_length, tokens)]
+            if extra_kv is not None and extra_indices is not None:
+                parts.append(self._paged_rows(extra_kv, extra_indices, extra_topk_length, tokens))
+            rows, valid = zip(*parts, strict=True)
+            return torch.cat(rows, 1), torch.cat(valid, 1)
+
+        width = indices.shape[1] + (extra_indices.shape[1] if extra_indices is not None else 0)
+        out, lse, _ = self._attention(
+            q,
+            rows_of,
+            width,
+            sm_scale,
+            attn_sink,
+            rms_norm_eps if enable_q_norm else None,
+            token_positions,
+            cos_sin_cache,
+            n_wv_group,
+            out_fp8,
+            out_sf,
+        )
+        return [out.data, out.scale, lse]
+
+    def fused_norm_rope_attn_rope_cast_fwd(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        indices: torch.Tensor,
+        sm_scale: float,
+        d_v: int,
+        attn_sink: torch.Tensor | None,
+        topk_length: torch.Tensor | None,
+        enable_q_norm: bool,
+        rms_norm_eps: float,
+        token_positions: torch.Tensor,
+        is_rope_neox_style: bool,
+        rope_dim: int,
+        cos_sin_cache: torch.Tensor,
+        n_wv_group: int,
+        num_per_channels: int,
+        use_tma_aligned_col_major_sf: bool,
+        round_sf: bool,
+        use_packed_ue8m0: bool,
+        out_fp8: torch.Tensor | None = None,
+        out_sf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        check_prefill(
+            q,
+            kv,
+            indices,
+            d_v,
+            attn_sink,
+            topk_length,
+            token_positions,
+            is_rope_neox_style,
+            rope_dim,
+            cos_sin_cache,
+            n_wv_group,
+            num_per_channels,
+            use_tma_aligned_col_major_sf,
+            round_sf,
+            use_packed_ue8m0,
+            out_fp8,
+            out_sf,
+        )
+
+        def rows_of(tokens: slice) -> Pair:
+            row = indices[tokens, 0].to(torch.int64)
+            valid = _within(row, topk_length, tokens) & (row >= 0) & (row < kv.shape[0])
+            if kv.shape[0] == 0:
+                return kv.new_zeros((*row.shape, HEAD_DIM), dtype=torch.float32), valid
+            gathered = kv[torch.where(valid, row, 0), 0].to(torch.float32)
+            return torch.where(valid.unsqueeze(-1), gathered, 0.0), valid
+
+        out, lse, max_logits = self._attention(
+            q,
+            rows_of,
+            indices.shape[2],
+            sm_scale,
+            attn_sink,
+            rms_norm_eps if enable_q_norm else None,
+            token_positions,
+            cos_sin_cache,
+            n_wv_group,
+            out_fp8,
+            out_sf,
+        )
+        return [out.data, out.scale, max_logits, lse]
+
+    def _paged_rows(
+        self,
+        cache: torch.Tensor,
+        indices: torch.Tensor,
+        length: torch.Tensor | None,
+        tokens: slice,
+    ) -> Pair:
+        slots = indices[tokens]
+        return read_valid_rows(cache, slots, _within(slots, length, tokens), self.page_layout)
+
+    def _attention(
+        self,
+        q: torch.Tensor,
+        rows_of: Callable[[slice], Pair],
+        width: int,
+        sm_scale: float,
+        attn_sink: torch.Tensor | None,
+        q_norm_eps: float | None,
+        token_positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        n_wv_group: int,
+        out_fp8: torch.Tensor | None,
+        out_sf: torch.Tensor | None,
+    ) -> tuple[QuantizedActivation, torch.Tensor, torch.Tensor]:
+        """Attend chunk by chunk and write each chunk's slice -> (output, lse, max_logits)."""
+        s_q, heads, _ = q.shape
+        if out_fp8 is None or out_sf is None:
+            out = alloc_mega_attn_output(s_q, n_wv_group, q.device)
+        else:
+            out = QuantizedActivation(out_fp8, out_sf, torch.bfloat16, out_fp8.shape)
+        lse = torch.empty((s_q, heads), dtype=torch.float32, device=q.device)
+        max_logits = torch.empty_like(lse)
+        chunk = max(1, ATTENTION_BYTES // (4 * HEAD_DIM * max(width, 1)))
+        for start in range(0, s_q, chunk):
+            tokens = slice(start, min(start + chunk, s_q))
+            rows, valid = rows_of(tokens)
+            attended = attend(
+                heads_of(q[tokens]),
+                rows,
+                valid,
+                cos_sin_cache[token_positions[tokens].to(torch.int64)],
+                sm_scale,
+                attn_sink,
+                q_norm_eps,
+            )
+            lse[tokens], max_logits[tokens] = attended.lse, attended.max_logits
+            store_output(attended.out, token_slice(out, tokens.start, tokens.stop))
+        return out, lse, max_logits
+
+    # ---- weights ------------------------------------------------------------
+
+    def permute_q_b_proj(
+        self, q_b_proj: torch.Tensor, scale_factors: torch.Tensor, h_q: int, d_q: int
+    ) -> list[torch.Tensor]:
+        require(d_q == HEAD_DIM, "d_q", f"only {HEAD_DIM} is supported, got {d_q}")
+        rows, device = h_q * d_q, q_b_proj.device
+        check_tensor("q_b_proj", q_b_proj, torch.float8_e4m3fn, (rows, None), device)
+        check_tensor("scale_factors", scale_factors, torch.int32, (rows, None), device)
+        weight = chunk_rows(q_b_proj.view(torch.uint8), h_q, d_q).view(torch.float8_e4m3fn)
+        scale = chunk_rows(unpack_scales(scale_factors), h_q, d_q)
+        return [weight, pack_mn_major(scale.unsqueeze(0)).squeeze(0)]
+
+    def permute_wv_proj(
+        self, wv_proj: torch.Tensor, scale_factors: torch.Tensor, wv_group_size: int, d_o: int
+    ) -> list[torch.Tensor]:
+        require(
+            wv_group_size == WV_GROUP_SIZE,
+            "wv_group_size",
+            f"only {WV_GROUP_SIZE} is supported, got {wv_group_size}",
+        )
+        require(d_o == HEAD_DIM, "d_o", f"only {HEAD_DIM} is supported, got {d_o}")
+        width = wv_group_size * d_o
+        check_tensor("wv_proj", wv_proj, torch.float8_e4m3fn, (None, None, width), wv_proj.device)
+        check_tensor(
+            "scale_factors",
+            scale_factors,
+            torch.int32,
+            (*wv_proj.shape[:2], width // (4 * QUANT_GROUP)),
+            wv_proj.device,
+        )
+        codes = chunk_columns(wv_proj.view(torch.uint8), wv_group_size, QUANT_GROUP)
+        scale = chunk_columns(unpack_scales(scale_factors), wv_group_size, 1)
+        return [codes.view(torch.float8_e4m3fn), pack_mn_major(scale)]
+
+    # ---- caches -------------------------------------------------------------
+
+    def pad_q_and_insert_kv(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        swa_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        padded_heads: int,
+    ) -> torch.Tensor:
+        write_rows(swa_cache, slot_mapping, rope(kv, cos_sin_cache[positions]), self.page_layout)
+        return pad_q(q, padded_heads)
+
+    def insert_compressed(
+        self,
+        latent: torch.Tensor,
+        positions: torch.Tensor,
+        cos_sin_cache: torch.Tensor,
+        cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        compress_ratio: int,
+    ) -> None:
+        closes = (positions + 1) % compress_ratio == 0
+        slots = torch.where(closes, slot_mapping, -1)
+        row_positions = positions // compress_ratio * compress_ratio
+        rows = rope(latent, cos_sin_cache[row_positions])
+        write_rows(cache, slots, rows, self.page_layout)
+
+    def dequantize_and_gather_k_cache(
+        self,
+        out: torch.Tensor,
+        k_cache: torch.Tensor,
+        seq_lens: torch.Tensor,
+        gather_lens: torch.Tensor | None,
+        block_table: torch.Tensor,
+        block_size: int,
+        offset: int,
+    ) -> None:
+        column = torch.arange(out.shape[1] - offset, device=out.device)
+        for request in range(out.shape[0]):
+            length = (seq_lens if gather_lens is None else gather_lens)[request].to(torch.int64)
+            position = seq_lens[request].to(torch.int64) - length + column
+            wanted = column < length
+            block = (position // block_size).clamp(0, block_table.shape[1] - 1)
+            slots = block_table[request][block].to(torch.int64) * block_size + position % block_size
+            rows = read_rows(k_cache, torch.where(wanted, slots, 0), self.page_layout)
+            target = out[request, offset:]
+            target.copy_(torch.where(wanted.unsqueeze(-1), rows.to(out.dtype), target))
+
+    # ---- index lists --------------------------------------------------------
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: torch.Tensor,
+        token_to_req_indices: torch.Tensor,
+        block_table: torch.Tensor,
+        block_size: int,
+        is_valid_token: torch.Tensor,
+    ) -> Pair:
+        return global_topk(
+            topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
+        )
+
+    def combine_topk_swa_indices(
+        self,
+        topk_indices: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        gather_lens: torch.Tensor,
+        window_size: int,
+        compress_ratio: int,
+        topk: int,
+        M: int,
+        N: int,
+        out: Pair | None = None,
+    ) -> Pair:
+        return combine_topk_swa(
+            topk_indices,
+            query_start_loc,
+            seq_lens,
+            gather_lens,
+            window_size,
+            compress_ratio,
+            topk,
+            M,
+            N,
+            out,
+        )
+
+    # ---- matrix products ----------------------------------------------------
+
+    def prepare(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        self._dense.prepare(weight, scale)
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        return linear(x, w, sw, self._dense)
+
+    def fp8_einsum(
+        self, equation: str, x: Pair, w: Pair, out: torch.Tensor, recipe: tuple[int, int, int]
+    ) -> None:
+        fp8_einsum(equation, x, w, out, recipe, self._dense)
+
+
+def token_slice(out: QuantizedActivation, start: int, end: int) -> QuantizedActivation:
+    """The [start, end) tokens of an output buffer; the scale keeps the whole step's stride."""
+    data = out.data[start:end]
+    return replace(out, data=data, scale=out.scale[start:end], orig_shape=data.shape)
+
+
+def _within(slots: torch.Tensor, length: torch.Tensor | None, tokens: slice) -> torch.Tensor:
+    """bool [t, n]: the entry is among the first `length` of its row."""
+    column = torch.arange(slots.shape[1], device=slots.device).expand(slots.shape)
+    return column >= 0 if length is None else column < length[tokens].unsqueeze(1)
