@@ -14,8 +14,8 @@ PREFILL_CHUNK_SIZE = 4
 def slots_of(rows: Tensor, request: Tensor, block_table: Tensor, page: int) -> Tensor:
     """Request-local row numbers ``[T, n]`` -> slots int64 ``[T, n]``.
 
-    ``request [T]`` picks the row of ``block_table [R, B]``. A negative row number gives -1; so does a page past the
-    table.
+    ``request [T]`` picks the row of ``block_table [R, B]``. A negative row number gives -1; so does
+    a page past the table.
     """
     rows = rows.long()
     inside = (rows >= 0) & (rows < block_table.shape[1] * page)
@@ -34,7 +34,8 @@ def decode_swa(
 ) -> tuple[Tensor, Tensor]:
     """Slots of positions [max(0, p - window + 1), p], ascending, then -1.
 
-    int32 ``[T, window]`` and lens int32 ``[T]``. Tokens that are not ``valid [T]`` get length 0 and a row of -1.
+    int32 ``[T, window]`` and lens int32 ``[T]``. Tokens that are not ``valid [T]`` get length 0 and
+    a row of -1.
     """
     positions = positions.long()[:, None]
     first = (positions - window + 1).clamp(min=0)
@@ -55,8 +56,8 @@ def global_topk(
 ) -> tuple[Tensor, Tensor]:
     """Request-local compressed rows ``[T, k]`` -> slots int32 ``[T, k]`` and lens int32 ``[T]``.
 
-    Holes (-1) stay in place. A length is the number of non-negative entries of the row; padding tokens have length 0 and,
-    here, a row of -1 (their row is unspecified).
+    Holes (-1) stay in place. A length is the number of non-negative entries of the row; padding
+    tokens have length 0 and, here, a row of -1 (their row is unspecified).
     """
     keep = topk >= 0
     if valid is not None:
@@ -78,10 +79,10 @@ def prefill_combined(
 ) -> tuple[Tensor, Tensor]:
     """Workspace rows each token of a prefill chunk reads.
 
-    int32 ``[T, width]`` padded with -1, and lens int32 ``[T]``. ``topk_indices [T, >= topk]`` (ignored when ``ratio`` is 0), ``query_start_loc [R + 1]`` (its
-    first entry is the chunk's first token), ``seq_lens [R]``, ``gather_lens [R]``; the workspace is
-    ``[R, M, 512]`` with compressed rows at [0, N) and SWA rows from N. width = topk + window
-    rounded up to 128.
+    int32 ``[T, width]`` padded with -1, and lens int32 ``[T]``. ``topk_indices [T, >= topk]``
+    (ignored when ``ratio`` is 0), ``query_start_loc [R + 1]`` (its first entry is the chunk's first
+    token), ``seq_lens [R]``, ``gather_lens [R]``; the workspace is ``[R, M, 512]`` with compressed
+    rows at [0, N) and SWA rows from N. width = topk + window rounded up to 128.
     """
     device = topk_indices.device
     start = (query_start_loc - query_start_loc[0]).long().to(device)

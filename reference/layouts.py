@@ -35,7 +35,8 @@ def fuse_wq_b(w: Tensor, s: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def fuse_wo_a(w: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     """wo_a ``w [G, d, 4096]``, ``s [G, d, 128]`` in the kernel's column order.
 
-    Column (c·8 + h)·32 + j is standard h·512 + c·32 + j. Scales move with their chunk of 32 columns.
+    Column (c·8 + h)·32 + j is standard h·512 + c·32 + j. Scales move with their chunk of 32
+    columns.
     """
     chunks = torch.unflatten(w, -1, (HEADS_PER_GROUP, -1, OUT_CHUNK)).transpose(-3, -2).flatten(-3)
     scales = torch.unflatten(s, -1, (HEADS_PER_GROUP, -1)).transpose(-2, -1).flatten(-2)
