@@ -32,6 +32,14 @@ class LayerState:
 
     PREFILL_CHUNK_SIZE = PREFILL_CHUNK_SIZE
 
+    wq_b: BlockScaledWeight
+    wo_a: BlockScaledWeight
+    wo_b: BlockScaledWeight
+    wo_a_packed_scale: torch.Tensor
+    """int32 [groups, o_lora_rank, 32], MN-major: what the einsum reads."""
+    attn_sink: torch.Tensor
+    """float32 [padded_heads], -inf beyond the live ones."""
+
     def __init__(self, config: LayerConfig) -> None:
         problem = topology_problem(config.geometry, config.tp_size)
         if problem:
