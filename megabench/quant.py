@@ -161,7 +161,7 @@ def pack_mn_major(scale: torch.Tensor) -> torch.Tensor:
 
 def unpack_scales(packed: torch.Tensor) -> torch.Tensor:
     """ue8m0 bytes uint8 [..., 4w] of packed int32 words [..., w], any strides."""
-    return packed.contiguous().view(torch.uint8)
+    return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
 def alloc_mega_attn_output(
