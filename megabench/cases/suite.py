@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import GenericAlias
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
@@ -38,7 +38,8 @@ def _axes_model(title: str, several: bool) -> Any:
 
 
 if TYPE_CHECKING:
-    AxisValues = AxisLists = BaseModel
+    AxisValues: TypeAlias = BaseModel
+    AxisLists: TypeAlias = BaseModel
 else:
     AxisValues = _axes_model("AxisValues", several=False)
     AxisLists = _axes_model("AxisLists", several=True)

@@ -1,0 +1,14 @@
+"""Cases made tensors: what a step reads, the weights, and a layer ready to run it."""
+
+from megabench.workload.build import POISON, Workload, build_workload
+from megabench.workload.weights import bind, build_weights, clone_pages, make_layer
+
+__all__ = [
+    "POISON",
+    "Workload",
+    "bind",
+    "build_weights",
+    "build_workload",
+    "clone_pages",
+    "make_layer",
+]
