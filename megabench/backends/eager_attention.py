@@ -66,8 +66,9 @@ def attend(
     factor = 1.0 / total
     if attn_sink is not None:
         factor = factor / (1.0 + torch.exp(attn_sink - lse))
-    out = out * factor.masked_fill(empty, 0.0).unsqueeze(-1)
-    return Attended(rope(out, cos_sin, inverse=True), lse, max_logits)
+    out = rope(out * factor.unsqueeze(-1), cos_sin, inverse=True)
+    # Selected, not multiplied: zero times a negative cosine would leave the code of -0.
+    return Attended(torch.where(empty.unsqueeze(-1), 0.0, out), lse, max_logits)
 
 
 def store_output(out: torch.Tensor, target: QuantizedActivation) -> None:
