@@ -1,14 +1,18 @@
 """Cases made tensors: what a step reads, the weights, and a layer ready to run it."""
 
 from megabench.workload.build import POISON, Workload, build_workload
+from megabench.workload.memory import available_bytes, needed_bytes, obstacle
 from megabench.workload.weights import bind, build_weights, clone_pages, make_layer
 
 __all__ = [
     "POISON",
     "Workload",
+    "available_bytes",
     "bind",
     "build_weights",
     "build_workload",
     "clone_pages",
     "make_layer",
+    "needed_bytes",
+    "obstacle",
 ]

@@ -58,11 +58,17 @@ def _codes(
 
 
 def make_layer(
-    workload: Workload, backend: Backend, weights: Mapping[str, torch.Tensor], tp_rank: int = 0
+    workload: Workload,
+    backend: Backend,
+    weights: Mapping[str, torch.Tensor],
+    tp_rank: int = 0,
+    donor: DeepseekV4MegaAttnAttention | None = None,
 ) -> DeepseekV4MegaAttnAttention:
-    """One rank's layer, loaded, finalised, and bound to clones of the workload's caches.
+    """One rank's layer, loaded, finalized, and bound to clones of the workload's caches.
 
-    ValueError for a topology the layer refuses.
+    `donor`, an earlier layer of the same model, rank, backend and device, lends its finalized
+    linears, so that the cases of a run load their weights once. ValueError for a topology the
+    layer refuses.
     """
     case = workload.case
     config = LayerConfig(
@@ -78,8 +84,11 @@ def make_layer(
         device=workload.device,
     )
     layer = DeepseekV4MegaAttnAttention(config)
-    layer.load_weights({**weights, "attn_sink": workload.attn_sink})
-    layer.finalize_loaded_weights()
+    if donor is None:
+        layer.load_weights({**weights, "attn_sink": workload.attn_sink})
+        layer.finalize_loaded_weights()
+    else:
+        layer.adopt_linears(donor, workload.attn_sink)
     bind(layer, workload)
     return layer
 
