@@ -48,6 +48,11 @@ class LayerState:
             raise ValueError(
                 f"{config.prefix}: compress_ratio {config.compress_ratio} is not 0, 1 or 2."
             )
+        if config.page_layout != config.backend.page_layout:
+            raise ValueError(
+                f"{config.prefix}: caches are written {config.page_layout}, but backend "
+                f"{config.backend.name} reads {config.backend.page_layout}."
+            )
         geometry, local = config.geometry, shard(config.geometry, config.tp_size)
         self.config = config
         self.prefix = config.prefix
