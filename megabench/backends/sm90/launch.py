@@ -1,0 +1,179 @@
+"""Launches the decode kernel: its parameter block, its grid and its cluster size."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import torch
+
+from megabench.backends.sm90.nvrtc import bindings, check, load_function
+from megabench.formats import FP8, NVFP4, WV_GROUP_SIZE, KVRecord
+
+ENTRY, KERNEL = "decode.cu", "sm90_mega_decode"
+THREADS = 512
+SHARED_BYTES = 232_448
+"""Dynamic shared memory of a CTA: all that an SM gives one; layout.cuh asserts that it fits."""
+HEAD_TILE = 64
+BLOCK_ROWS = 64
+CLUSTER_SIZES = (8, 4, 2)
+_LOG2E = 1.4426950408889634
+_Pair32, _PairPtr = ctypes.c_uint32 * 2, ctypes.c_void_p * 2
+
+
+class Params(ctypes.Structure):
+    """`Params` of layout.cuh, field for field."""
+
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("pool", _PairPtr),
+        ("indices", _PairPtr),
+        ("lengths", _PairPtr),
+        ("positions", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("sink", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("lse", ctypes.c_void_p),
+        ("q_stride", ctypes.c_int64),
+        ("scale_word", ctypes.c_int64),
+        ("scale_group", ctypes.c_int64),
+        ("page", _Pair32),
+        ("page_stride", _Pair32),
+        ("slots", _Pair32),
+        ("topk", ctypes.c_int32 * 2),
+        ("index_stride", ctypes.c_int32 * 2),
+        ("items", ctypes.c_int32),
+        ("head_tiles", ctypes.c_int32),
+        ("split", ctypes.c_int32),
+        ("extra_fp4", ctypes.c_int32),
+        ("scale_log2", ctypes.c_float),
+    )
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class DecodeKernel:
+    """The loaded kernel of one device."""
+
+    def __init__(self, device: torch.device, defines: tuple[str, ...] = ()) -> None:
+        self._driver, _ = bindings()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes torch's context current
+            self._function = load_function(ENTRY, KERNEL, SHARED_BYTES, defines)
+            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+            self._clusters = {size: self._most_clusters(size) for size in CLUSTER_SIZES}
+        self._configs: dict[tuple[int, int], Any] = {}
+
+    def _config(self, ctas: int, split: int) -> Any:
+        driver = self._driver
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
+        config.sharedMemBytes = SHARED_BYTES
+        if split > 1:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            value = driver.CUlaunchAttributeValue()
+            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = split, 1, 1
+            attribute.value = value
+            config.attrs, config.numAttrs = [attribute], 1
+        return config
+
+    def _most_clusters(self, size: int) -> int:
+        """Clusters of `size` CTAs that can run at once."""
+        config = self._config(size, size)
+        return int(
+            check(
+                self._driver.cuOccupancyMaxActiveClusters(self._function, config),
+                "cuOccupancyMaxActiveClusters",
+            )
+        )
+
+    def split_for(self, items: int, blocks: int) -> int:
+        """CTAs per item: the largest cluster with a block for each CTA and room for every item."""
+        for size in CLUSTER_SIZES:
+            if size <= blocks and items <= self._clusters[size]:
+                return size
+        return 1
+
+    def launch(self, params: Params, split: int) -> None:
+        """Run on torch's current stream."""
+        params.split = split
+        ctas = params.items * split if split > 1 else min(params.items, self._sms)
+        key = (ctas, split)
+        config = self._configs.get(key)
+        if config is None:
+            config = self._configs[key] = self._config(ctas, split)
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        argument = ctypes.c_void_p(ctypes.addressof(params))
+        check(
+            self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(argument), 0),
+            "the launch of the decode kernel",
+        )
+
+
+@cache
+def decode_kernel(device_index: int, defines: tuple[str, ...] = ()) -> DecodeKernel:
+    """The kernel of one device, compiled and loaded on first use."""
+    return DecodeKernel(torch.device("cuda", device_index), defines)
+
+
+def _pool(params: Params, which: int, cache_: torch.Tensor, record: KVRecord) -> None:
+    blocks, page = cache_.shape[0], cache_.shape[1]
+    params.pool[which] = cache_.data_ptr()
+    params.page[which] = page
+    stride = cache_.stride(0) if blocks > 1 else page * record.nbytes
+    params.page_stride[which] = stride // 16
+    params.slots[which] = blocks * page
+
+
+def decode_params(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    extra_kv: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    token_positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    out_fp8: torch.Tensor,
+    out_sf: torch.Tensor,
+    lse: torch.Tensor,
+) -> Params:
+    """The parameter block of one call whose arguments `serves` accepted."""
+    params = Params()
+    params.q, params.q_stride = q.data_ptr(), q.stride(0)
+    _pool(params, 0, kv, FP8)
+    params.indices[0], params.lengths[0] = indices.data_ptr(), _pointer(topk_length)
+    params.topk[0], params.index_stride[0] = indices.shape[1], indices.stride(0)
+    if extra_kv is not None and extra_indices is not None:
+        record = NVFP4 if extra_kv.shape[-1] == NVFP4.nbytes else FP8
+        params.extra_fp4 = record is NVFP4
+        _pool(params, 1, extra_kv, record)
+        params.indices[1], params.lengths[1] = extra_indices.data_ptr(), _pointer(extra_topk_length)
+        params.topk[1], params.index_stride[1] = extra_indices.shape[1], extra_indices.stride(0)
+    params.positions, params.cos_sin = token_positions.data_ptr(), cos_sin_cache.data_ptr()
+    params.sink = _pointer(attn_sink)
+    params.out, params.scales, params.lse = out_fp8.data_ptr(), out_sf.data_ptr(), lse.data_ptr()
+    params.scale_word, params.scale_group = out_sf.stride(2), out_sf.stride(1)
+    params.head_tiles = q.shape[1] // HEAD_TILE
+    params.items = q.shape[0] * params.head_tiles
+    params.scale_log2 = sm_scale * _LOG2E
+    return params
+
+
+def blocks_of(params: Params) -> int:
+    """Most blocks an item can have."""
+    return sum(-(-int(topk) // BLOCK_ROWS) for topk in params.topk)
+
+
+def groups_of(q: torch.Tensor) -> int:
+    """wo_a groups of the padded heads."""
+    return q.shape[1] // WV_GROUP_SIZE

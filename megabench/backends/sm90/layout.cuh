@@ -1,0 +1,89 @@
+// Launch parameters (mirrored by launch.py), tile constants and the shared-memory plan.
+#pragma once
+
+#include "wgmma.cuh"
+
+constexpr int kHeads = 64;        // heads of one work item: one wgmma M (or N) of 64
+constexpr int kDim = 512;         // K and V are the same 512-wide row
+constexpr int kBlock = 64;        // KV rows of one tile
+constexpr int kGroupDims = 64;    // dims of a 128-byte swizzled tile row
+constexpr int kOutChunk = 32;     // dims under one output scale
+constexpr int kOutChunks = kDim / kOutChunk;
+constexpr int kWvGroup = 8;       // heads of one wo_a group
+constexpr int kRopeDims = 64;     // the last dims of a row
+constexpr int kLookahead = 5;     // blocks from an index read to its scores
+constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
+
+constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
+constexpr int kThreads = 512, kRoleThreads = 128;
+
+// One CTA in a cluster of `split` works on its share of an item's blocks.
+struct Params {
+  const u16* q;              // bf16 [s_q][32 chunks][padded heads][16]
+  const u8* pool[2];         // sliding-window cache, extra cache (or null)
+  const int* indices[2];     // slot ids [s_q][topk]
+  const int* lengths[2];     // valid columns per token, or null for topk
+  const int* positions;      // [s_q]
+  const float* cos_sin;      // [P][32 cos | 32 sin]
+  const float* sink;         // [padded heads] or null
+  u8* out;                   // e4m3 [s_q][groups][16 chunks][8 heads][32]
+  u32* scales;               // ue8m0 x 4, word (chunk*8 + head)/4, MN-major
+  float* lse;                // [s_q][padded heads]
+  i64 q_stride;              // elements per token
+  i64 scale_word, scale_group;  // strides in words
+  u32 page[2];               // tokens per page
+  u32 page_stride[2];        // in units of 16 bytes
+  u32 slots[2];              // slots of the pool
+  int topk[2], index_stride[2];
+  int items;                 // tokens x head tiles
+  int head_tiles;            // padded heads / 64
+  int split;                 // CTAs per cluster
+  int extra_fp4;             // the extra cache holds 288-byte NVFP4 records
+  float scale_log2;          // sm_scale * log2(e)
+};
+
+// ---- records, as the converter stages them: one unit = two rows of a warp
+constexpr u32 kFp8Record = 528, kFp4Record = 288;
+constexpr u32 kFp8Data = 512, kFp4Data = 256;
+constexpr u32 kRowPitch = 576;    // second row of a unit: 64 mod 128, so that loads do not conflict
+constexpr u32 kUnitBytes = kRowPitch + kFp8Record;
+constexpr int kUnits = 5;         // units in flight per converter warp
+constexpr int kUnitsPerBlock = 8; // a warp owns 16 rows of a block
+
+// ---- shared memory, bytes
+constexpr u32 kTileGroup = kBlock * 128;               // 64 rows x 64 dims, swizzled
+constexpr u32 kTileBytes = kTileGroup * (kDim / kGroupDims);
+constexpr u32 kSmemQ = 0;                              // [8 groups][64 heads][128]
+constexpr u32 kSmemKV = kSmemQ + kTileBytes;           // [2 tiles][8 groups][64 rows][128]
+constexpr u32 kSmemP = kSmemKV + 2 * kTileBytes;       // P^T [64 rows][64 heads] bf16
+constexpr u32 kSmemRaw = kSmemP + kBlock * 128;        // [4 warps][kUnits] staged records
+constexpr u32 kSmemOffsets = kSmemRaw + 4 * kUnits * kUnitBytes;  // [kSlots][64] record / 16
+constexpr u32 kSmemReduce = kSmemOffsets + kSlots * kBlock * 4;   // float [4 warps][64]
+constexpr u32 kSmemDelta = kSmemReduce + 4 * kHeads * 4;          // float [64]
+constexpr u32 kSmemNegRef = kSmemDelta + kHeads * 4;   // float [fp8, fp4][64]: bias - reference
+constexpr u32 kSmemAlpha = kSmemNegRef + 2 * kHeads * 4;          // float [2][64]
+constexpr u32 kSmemInverse = kSmemAlpha + 2 * kHeads * 4;         // float [2][64]
+constexpr u32 kSmemCosSin = kSmemInverse + 2 * kHeads * 4;        // float [2][64]
+constexpr u32 kSmemMeta = kSmemCosSin + 2 * kRopeDims * 4;        // u32 [kSlots]
+constexpr u32 kSmemRaised = kSmemMeta + kSlots * 4;               // u32 [2]
+constexpr u32 kSmemBars = kSmemRaised + 8;
+constexpr u32 kBarTileFull = kSmemBars, kBarTileFree = kBarTileFull + 16,
+              kBarProbsFull = kBarTileFree + 16, kBarInverse = kBarProbsFull + 16,
+              kBarItemDone = kBarInverse + 8;
+constexpr u32 kSmemBytes = kBarItemDone + 8;
+static_assert(kSmemBytes <= 232448, "an SM gives a CTA 227 KB");
+
+constexpr u32 kNoRow = ~0u;       // offset of a masked row
+constexpr u32 kMetaExtra = 1;     // the block comes from the extra cache
+constexpr u32 kMetaLast = 2;      // last block of its item
+// NVFP4 rows are held times 2^-9, so that code * scale stays inside bf16's exponents.
+constexpr float kFp4Shift = 9.f, kFp4Up = 512.f, kFp4Down = 1.f / 512.f;
+
+enum NamedBarrier { kBarStart = 1, kBarScores = 2 };
+
+// Where a thread stands in its role.
+struct Lane {
+  int warp;      // in the warpgroup, 0..3
+  int lane;      // 0..31
+  int row, col;  // lane / 4 and lane % 4: its place in a wgmma fragment
+};

@@ -1,0 +1,288 @@
+// The score warpgroup: Q load and RoPE, S^T = K Q^T, softmax, P^T.
+//
+// KV rows lie along M, so a row mask is local to a lane and P^T needs no transpose. The softmax
+// reference of a head is raised only when a score passes it by 2^kRaiseAbove, decided by one barrier
+// a block: the common path has no maximum across lanes, and the output is rarely rescaled.
+#pragma once
+
+#include "cursor.cuh"
+
+constexpr float kRaiseAbove = 40.f;      // log2; probabilities stay far inside bf16 and fp32
+constexpr float kNoReference = -1e30f;
+constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
+
+struct Scores {
+  const Params& p;
+  u8* mem;
+  u32 smem;
+  int warp, lane, row, col;
+  float x[32];       // scores of rows 16*warp + row (+8), heads 8n + 2*col (+1)
+  float sum[16];     // this lane's share of each of its heads' sums
+  bool have_reference;
+
+  DEVICE Scores(const Params& params, u8* smem_base, Lane me)
+      : p(params), mem(smem_base), smem(smem_address(smem_base)), warp(me.warp), lane(me.lane),
+        row(me.row), col(me.col) {}
+
+  DEVICE float* floats(u32 at) { return (float*)(mem + at); }
+  DEVICE void sync() { bar_sync(kBarScores, kRoleThreads); }
+
+  // Starts the copy of an item's Q and its cos/sin row. Each warp brings its own 16 heads.
+  DEVICE void issue_q(int item, int position, int parity) {
+    const int token = item / p.head_tiles, head0 = (item % p.head_tiles) * kHeads;
+    const int half = lane & 1, chunk = (lane >> 1) & 3, padded = p.head_tiles * kHeads;
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int head = 16 * warp + 4 * k + (lane >> 3);
+      const u16* src = p.q + token * p.q_stride + ((i64)chunk * padded + head0 + head) * 16 + half * 8;
+      const u32 dst = smem + kSmemQ + head * 128 + (((2 * chunk + half) ^ (head & 7)) << 4);
+#pragma unroll
+      for (int i = 0; i < 8; i++) copy16(dst + i * kTileGroup, src + (i64)i * 64 * padded);
+    }
+    if (warp == 0 && lane < 16)
+      copy16(smem + kSmemCosSin + parity * kRopeDims * 4 + lane * 16,
+             p.cos_sin + (i64)position * kRopeDims + lane * 4);
+    copy_commit();
+  }
+
+  // RoPE of adjacent pairs, fp32, rounded to bf16.
+  DEVICE static u32 rotate(u32 pair, float cos, float sin) {
+    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
+    return pack_bf16(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)),
+                     __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
+  }
+
+  // RoPE on the last 64 dims and the tile's column order, in place, 16 dims a lane.
+  DEVICE void finish_q(int parity) {
+    copy_wait<0>();
+    sync();
+    const int chunk = lane & 3;
+    const float* cs = floats(kSmemCosSin) + parity * kRopeDims + 8 * chunk;
+#pragma unroll
+    for (int k = 0; k < 2; k++) {
+      const int head = 16 * warp + 8 * k + (lane >> 2);
+      const u32 at = smem + kSmemQ + head * 128 + (((2 * chunk) ^ (head & 7)) << 4);
+#pragma unroll
+      for (int i = 0; i < 8; i++) {
+        u32 v[8], even[4], odd[4];
+        load_shared4(at + i * kTileGroup, v);
+        load_shared4((at ^ 16) + i * kTileGroup, v + 4);
+        if (i == 7) {
+#pragma unroll
+          for (int j = 0; j < 8; j++) v[j] = rotate(v[j], cs[j], cs[j + kRopeDims / 2]);
+        }
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          even[s] = __byte_perm(v[2 * s], v[2 * s + 1], 0x5410);
+          odd[s] = __byte_perm(v[2 * s], v[2 * s + 1], 0x7632);
+        }
+        store_shared4(at + i * kTileGroup, even);
+        store_shared4((at ^ 16) + i * kTileGroup, odd);
+      }
+    }
+    fence_async_proxy();
+    sync();
+  }
+
+  DEVICE void multiply(u32 tile) {
+    const u64 k = tile_descriptor(smem + kSmemKV + tile * kTileBytes, 16);
+    const u64 q = tile_descriptor(smem + kSmemQ, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        const u64 step = descriptor_step(i * kTileGroup + s * 32);
+        wgmma_m64n64(x, k + step, q + step, i || s);
+      }
+    wgmma_commit();
+  }
+
+  // x becomes log2 of each probability over the reference; raised references are published.
+  DEVICE void reference(u32 slot, u32 tile, bool fp4) {
+    const u32* offsets = (const u32*)(mem + kSmemOffsets) + slot * kBlock + 16 * warp + row;
+    const bool live0 = offsets[0] != kNoRow, live1 = offsets[8] != kNoRow;
+    const float scale = fp4 ? p.scale_log2 * kFp4Up : p.scale_log2;
+    const float bias = fp4 ? kFp4Shift : 0.f;
+    const float* neg = floats(kSmemNegRef) + (fp4 ? kHeads : 0) + 2 * col;
+    float top = -kInfinity;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 r = have_reference ? *(const float2*)(neg + 8 * n) : make_float2(bias, bias);
+      x[4 * n] = live0 ? fmaf(x[4 * n], scale, r.x) : -kInfinity;
+      x[4 * n + 1] = live0 ? fmaf(x[4 * n + 1], scale, r.y) : -kInfinity;
+      x[4 * n + 2] = live1 ? fmaf(x[4 * n + 2], scale, r.x) : -kInfinity;
+      x[4 * n + 3] = live1 ? fmaf(x[4 * n + 3], scale, r.y) : -kInfinity;
+      top = fmaxf(fmaxf(top, fmaxf(x[4 * n], x[4 * n + 1])), fmaxf(x[4 * n + 2], x[4 * n + 3]));
+    }
+    bool raised = false;
+    if (!have_reference || bar_any(kBarScores, kRoleThreads, top > kRaiseAbove + bias))
+      raised = raise(tile, bias, live0 || live1);
+    if (warp == 0 && lane == 0) *(volatile u32*)(mem + kSmemRaised + 4 * tile) = raised;
+  }
+
+  // New references: the block's maximum per head. True when sums and outputs were rescaled.
+  DEVICE bool raise(u32 tile, float bias, bool live) {
+    float* most = floats(kSmemReduce);
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      float a = fmaxf(x[4 * n], x[4 * n + 2]), b = fmaxf(x[4 * n + 1], x[4 * n + 3]);
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) {
+        a = fmaxf(a, __shfl_xor_sync(~0u, a, d));
+        b = fmaxf(b, __shfl_xor_sync(~0u, b, d));
+      }
+      if (row == 0) *(float2*)(most + warp * kHeads + 8 * n + 2 * col) = make_float2(a, b);
+    }
+    if (!bar_any(kBarScores, kRoleThreads, live)) return false;  // a masked block: no reference yet
+    const int head = 32 * warp + lane;
+    if (head < kHeads) {
+      const float top = fmaxf(fmaxf(most[head], most[kHeads + head]),
+                              fmaxf(most[2 * kHeads + head], most[3 * kHeads + head]));
+      float delta = top - bias, reference = delta;
+      if (have_reference) {
+        delta = fmaxf(delta, 0.f);
+        reference = delta - floats(kSmemNegRef)[head];
+      }
+      floats(kSmemDelta)[head] = delta;
+      floats(kSmemNegRef)[head] = -reference;
+      floats(kSmemNegRef)[kHeads + head] = kFp4Shift - reference;
+      floats(kSmemAlpha)[tile * kHeads + head] = exp2_approx(-delta);
+    }
+    sync();
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float2 d = *(const float2*)(floats(kSmemDelta) + 8 * n + 2 * col);
+      x[4 * n] -= d.x;
+      x[4 * n + 1] -= d.y;
+      x[4 * n + 2] -= d.x;
+      x[4 * n + 3] -= d.y;
+      if (have_reference) {
+        const float2 a = *(const float2*)(floats(kSmemAlpha) + tile * kHeads + 8 * n + 2 * col);
+        sum[2 * n] *= a.x;
+        sum[2 * n + 1] *= a.y;
+      }
+    }
+    const bool rescale = have_reference;
+    have_reference = true;
+    return rescale;
+  }
+
+  // Probabilities: fp32 into the sums, bf16 into P^T once the previous P^T has been used.
+  DEVICE void probabilities(u32 block, bool fp4) {
+    const float weight = fp4 ? kFp4Down : 1.f;
+    u32 packed[8][2];
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+      const float a = exp2_approx(x[4 * n]), b = exp2_approx(x[4 * n + 1]);
+      const float c = exp2_approx(x[4 * n + 2]), d = exp2_approx(x[4 * n + 3]);
+      sum[2 * n] = fmaf(a + c, weight, sum[2 * n]);
+      sum[2 * n + 1] = fmaf(b + d, weight, sum[2 * n + 1]);
+      packed[n][0] = pack_bf16(a, b);
+      packed[n][1] = pack_bf16(c, d);
+    }
+    if (block > 0) mbar_wait(smem + kBarTileFree + 8 * ((block - 1) & 1), ((block - 1) >> 1) & 1);
+    const u32 to = smem + kSmemP + (16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128 +
+                   (((lane >> 4) ^ (lane & 7)) << 4);
+#pragma unroll
+    for (int n = 0; n < 8; n += 2)
+      store_matrix4(to ^ (n << 4), packed[n][0], packed[n][1], packed[n + 1][0], packed[n + 1][1]);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) mbar_arrive(smem + kBarProbsFull + 8 * (block & 1));
+  }
+
+  // Sums of the item over all rows of this CTA: (reference, sum) of head 32*warp + lane < 64.
+  DEVICE float2 totals() {
+    float* part = floats(kSmemReduce);
+#pragma unroll
+    for (int n = 0; n < 16; n++)
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) sum[n] += __shfl_xor_sync(~0u, sum[n], d);
+    if (row == 0) {
+#pragma unroll
+      for (int n = 0; n < 8; n++)
+        *(float2*)(part + warp * kHeads + 8 * n + 2 * col) = make_float2(sum[2 * n], sum[2 * n + 1]);
+    }
+    sync();
+    const int head = (32 * warp + lane) % kHeads;
+    const float total = (part[head] + part[kHeads + head]) +
+                        (part[2 * kHeads + head] + part[3 * kHeads + head]);
+    return make_float2(have_reference ? -floats(kSmemNegRef)[head] : kNoReference, total);
+  }
+};
+
+// What one head's output is divided by: its sum plus the sink's share.
+DEVICE float inverse_sum(float reference, float sum, float sink) {
+  return sum > 0.f ? 1.f / (sum + exp2f(sink * kLog2e - reference)) : 0.f;
+}
+DEVICE float natural_lse(float reference, float sum) {
+  return sum > 0.f ? (reference + log2_approx(sum)) * kLn2 : kInfinity;
+}
+
+DEVICE void score_role(const Params& p, u8* mem, Lane me, int first_item, int item_step, int rank) {
+  Scores s(p, mem, me);
+  const u32 smem = s.smem;
+  Cursor cursor(p, smem, me, first_item, item_step, rank);
+  int position = p.positions[first_item / p.head_tiles];
+  cursor.fetch();
+  s.issue_q(first_item, position, 0);
+#pragma unroll 1
+  for (int b = 0; b < kLookahead; b++) {
+    cursor.publish();
+    cursor.fetch();
+  }
+  bar_arrive(kBarStart, 2 * kRoleThreads);
+
+  u32 block = 0, turn = 0;
+#pragma unroll 1
+  for (int item = first_item; item < p.items; item += item_step, turn++) {
+    const int next = item + item_step;
+    if (next < p.items) position = load_index(p.positions + next / p.head_tiles);
+    s.finish_q(turn & 1);
+    s.have_reference = false;
+#pragma unroll
+    for (int n = 0; n < 16; n++) s.sum[n] = 0.f;
+    bool last;
+#pragma unroll 1
+    do {
+      const u32 tile = block & 1, slot = block % kSlots;
+      mbar_wait(smem + kBarTileFull + 8 * tile, (block >> 1) & 1);
+      s.multiply(tile);
+      cursor.publish();
+      cursor.fetch();
+      const u32 meta = load_shared(smem + kSmemMeta + slot * 4);
+      const bool fp4 = (meta & kMetaExtra) && p.extra_fp4;
+      last = meta & kMetaLast;
+      wgmma_wait();
+      pin(s.x);
+      if (last && next < p.items) {
+        if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // its cos/sin are free
+        s.sync();                                                      // every warp is done with Q
+        s.issue_q(next, position, (turn + 1) & 1);
+      }
+      s.reference(slot, tile, fp4);
+      s.probabilities(block, fp4);
+      block++;
+    } while (!last);
+
+    const float2 t = s.totals();
+    const int head = 32 * me.warp + me.lane;
+    if (p.split == 1) {
+      if (me.warp < 2) {
+        const int token = item / p.head_tiles, at = (item % p.head_tiles) * kHeads + head;
+        const float sink = p.sink ? p.sink[at] : -kInfinity;
+        s.floats(kSmemInverse)[(turn & 1) * kHeads + head] = inverse_sum(t.x, t.y, sink);
+        p.lse[(i64)token * p.head_tiles * kHeads + at] = natural_lse(t.x, t.y);
+        __syncwarp();
+        if (me.lane == 0) mbar_arrive(smem + kBarInverse);
+      }
+    } else {
+      cluster_sync();  // every CTA's tiles and staging ring are free
+      if (me.warp < 2)
+        for (int peer = 0; peer < p.split; peer++)
+          store_remote2(map_to_rank(smem + kSmemRaw + (rank * kHeads + head) * 8, peer), t.x, t.y);
+      cluster_sync();
+    }
+  }
+}
