@@ -1,0 +1,232 @@
+"""One op on one or several backends: timed in every column the device has, and judged.
+
+The order of things for one column: an untimed run keeps the expected outputs; arms are sampled
+interleaved; the outputs are checked again; the median is placed on the roofline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from megabench.bench.recheck import Copy, observe, recheck
+from megabench.bench.roofline import place
+from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
+from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, summarise
+from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_readings
+from megabench.bench.timers import Timer, cpu_timer, eager_timer, graph_timer
+from megabench.bench.work import Work
+from megabench.results import Ceilings, Comparison, Interval, Measurement
+from megabench.results.schema import Column
+
+COLUMNS: dict[str, tuple[Column, ...]] = {"cpu": ("cpu",), "cuda": ("cold", "warm", "eager")}
+FLIP_LIMIT_US = 50_000.0
+"""Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
+EAGER_SAMPLES = 20
+CLEAN_SHARE = 0.5
+"""Least share of samples that telemetry must leave for a row to count."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all measurements of a run share."""
+
+    device: torch.device
+    ceilings: Ceilings
+    probe: Probe
+    policy: Policy
+    l2_bytes: int | None = None
+    seed: int = 0
+
+    def free_bytes(self) -> int:
+        """Device memory that copies may draw on."""
+        return torch.cuda.mem_get_info(self.device)[0]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One op on one backend, in as many pointer-distinct copies as asked for."""
+
+    backend: str
+    op: str
+    work: Work
+    calls: int
+    copy_bytes: int
+    """Memory a copy takes."""
+    first: Copy
+    """On the layer's own memory."""
+    more: Callable[[int], list[Copy]]
+    """n copies on memory of their own."""
+    note: str = ""
+    max_sets: int = MAX_SETS
+
+
+def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], list[Comparison]]:
+    """Measure one op's arms in every column -> rows arm by arm, and each later arm against the
+    first (case and suite left blank for the caller)."""
+    rows: list[list[Measurement]] = [[] for _ in arms]
+    comparisons = []
+    for column in COLUMNS[bench.device.type]:
+        expected = [observe(arm.first, arm.first.run) for arm in arms]
+        prepared = [_prepare(bench, arm, column) for arm in arms]
+        watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
+        policy = bench.policy
+        if column == "eager":
+            policy = replace(policy, max_samples=EAGER_SAMPLES, min_seconds=0.0)
+        sampled = interleave([w.take for w in watches], policy)
+        for arm, ready, watch, outcome, want, own in zip(
+            arms, prepared, watches, sampled, expected, rows, strict=True
+        ):
+            own.append(_row(bench, arm, column, ready, watch, outcome, want))
+        comparisons += _compare(bench, arms, column, sampled)
+    return rows, comparisons
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    timer: Timer
+    copies: list[Copy]
+    rotation: Rotation | None = None
+
+
+class _Watch:
+    """Reads the device after each block; a block under a slowdown counts as nothing."""
+
+    def __init__(self, take: Callable[[int], list[float]], probe: Probe) -> None:
+        self._take, self._probe = take, probe
+        self.readings: list[Reading] = []
+        self.discarded = 0
+
+    def take(self, n: int) -> list[float]:
+        values = self._take(n)
+        reading = self._probe.read()
+        self.readings.append(reading)
+        if reading.throttle_mask & INVALIDATING:
+            self.discarded += len(values)
+            return []
+        return values
+
+
+def _prepare(bench: Bench, arm: Arm, column: Column) -> _Prepared:
+    if column == "cpu":
+        return _Prepared(cpu_timer(arm.first.run), [arm.first])
+    if column == "eager":
+        return _Prepared(eager_timer(arm.first.run), [arm.first])
+    if column == "warm":
+        return _Prepared(graph_timer([arm.first.run], "warm L2"), [arm.first])
+    l2 = bench.l2_bytes or 0
+    rotation = plan_rotation(
+        arm.work.bytes_compulsory, arm.copy_bytes, l2, bench.free_bytes(), arm.max_sets
+    )
+    copies = arm.more(rotation.sets)
+    sweep = make_sweep(l2, bench.device) if rotation.sweep else None
+    timer = graph_timer([copy.run for copy in copies], "cold L2", sweep)
+    return _Prepared(timer, copies, rotation)
+
+
+def _row(
+    bench: Bench,
+    arm: Arm,
+    column: Column,
+    ready: _Prepared,
+    watch: _Watch,
+    outcome: Sampled,
+    expected: list[torch.Tensor],
+) -> Measurement:
+    timer, values = ready.timer, outcome.values
+    telemetry = summarise_readings(bench.probe.source, watch.readings)
+    common = {
+        "op": arm.op,
+        "column": column,
+        "method": timer.method,
+        "calls": arm.calls,
+        "sets": timer.sets,
+        "bytes_rotated": ready.rotation.bytes_rotated if ready.rotation else None,
+        "samples_us": values,
+        "n": len(values),
+        "discarded": watch.discarded,
+        "stop_reason": outcome.reason,
+        "overhead_us": timer.overhead_us,
+        "flops": arm.work.flops,
+        "bytes_compulsory": arm.work.bytes_compulsory,
+        "bytes_issued": arm.work.bytes_issued,
+        "telemetry": telemetry,
+    }
+    note = "; ".join(filter(None, (timer.note, arm.note)))
+    if not values:
+        return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
+    summary = summarise(values, bench.seed)
+    placed = place(arm.work, summary.median, column, bench.ceilings, bench.l2_bytes)
+    wrong = _recheck_all(ready, expected, flip=summary.median <= FLIP_LIMIT_US)
+    if wrong is None and len(values) < CLEAN_SHARE * (len(values) + watch.discarded):
+        wrong = f"{watch.discarded} samples fell under {telemetry.invalid}; too few are left"
+    return Measurement.model_validate(
+        common
+        | {
+            "note": "; ".join(filter(None, (note, placed.note))),
+            "median_us": summary.median,
+            "mad_us": summary.mad,
+            "q1_us": summary.q1,
+            "q3_us": summary.q3,
+            "min_us": summary.minimum,
+            "ci_us": summary.ci,
+            "rechecked": wrong is None,
+            "flops_per_s": arm.work.flops / summary.median * 1e6,
+            "bytes_per_s": arm.work.bytes_compulsory / summary.median * 1e6,
+            "bound": placed.bound,
+            "floor_us": placed.floor_us,
+            "roofline_fraction": placed.fraction,
+            "datasheet_floor_us": placed.datasheet_floor_us,
+            "datasheet_fraction": placed.datasheet_fraction,
+            "problem": wrong or placed.problem,
+        }
+    )
+
+
+_NO_SAMPLES = {
+    "median_us": math.nan,
+    "mad_us": math.nan,
+    "q1_us": math.nan,
+    "q3_us": math.nan,
+    "min_us": math.nan,
+    "ci_us": Interval(low=math.nan, high=math.nan),
+    "problem": "INVALID: every sample fell under a hardware or thermal slowdown",
+}
+
+
+def _recheck_all(ready: _Prepared, expected: list[torch.Tensor], *, flip: bool) -> str | None:
+    """Every copy's timed outputs against the untimed run's; the changed-input check on one."""
+    for index, copy in enumerate(ready.copies):
+        wrong = recheck(copy, ready.timer, index, expected, flip=flip and index == 0)
+        if wrong is not None:
+            return f"copy {index}: {wrong}" if len(ready.copies) > 1 else wrong
+    return None
+
+
+def _compare(
+    bench: Bench, arms: list[Arm], column: Column, sampled: list[Sampled]
+) -> list[Comparison]:
+    """Each later arm against the first."""
+    found = []
+    for arm, outcome in zip(arms[1:], sampled[1:], strict=True):
+        paired = paired_ratio(outcome.rounds, sampled[0].rounds, bench.seed)
+        if paired is None:
+            continue
+        ratio, interval, pairs = paired
+        found.append(
+            Comparison(
+                suite="",
+                case_id="",
+                op=arm.op,
+                column=column,
+                backend=arm.backend,
+                baseline=arms[0].backend,
+                ratio=ratio,
+                ci=interval,
+                pairs=pairs,
+            )
+        )
+    return found

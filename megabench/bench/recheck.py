@@ -1,0 +1,72 @@
+"""Outputs are compared after timing: a number stands only for work that was done.
+
+Before each check the outputs are poisoned. Two checks: the timed form, run once more, writes bit
+for bit what the untimed run wrote; and with the sign of an input flipped it writes what an untimed
+run of the flipped input writes. The second catches an output that is kept, not computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from megabench.bench.ops import Target, as_bytes, flip_sign_, poison_
+from megabench.bench.timers import Run, Timer
+
+
+@dataclass
+class Copy:
+    """One pointer-distinct copy of an op: how to run it, and what to look at."""
+
+    run: Run
+    targets: list[Target] = field(default_factory=list)
+    flippable: torch.Tensor | None = None
+    """An input whose sign decides the outputs, None where there is none."""
+    inputs: frozenset[int] = frozenset()
+    """Addresses of the arguments' storages: an op may hand an argument back, which must live."""
+
+
+def observe(copy: Copy, run: Run, returned: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+    """Poison, run once, and give every output's bytes: targets first, then returned tensors.
+
+    `returned` are tensors a graph returns to each time, poisoned too. A cache is put back.
+    """
+    for target in copy.targets:
+        target.poison()
+    for tensor in returned or []:
+        if tensor.untyped_storage().data_ptr() not in copy.inputs:
+            poison_(tensor)
+    fresh = run()
+    seen = [target.read() for target in copy.targets] + [as_bytes(t) for t in fresh]
+    for target in copy.targets:
+        target.restore()
+    return seen
+
+
+def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    """Bitwise equality of two observations."""
+    return len(first) == len(second) and all(map(torch.equal, first, second))
+
+
+def recheck(
+    copy: Copy, timer: Timer, index: int, expected: list[torch.Tensor], *, flip: bool = True
+) -> str | None:
+    """None when copy `index` of `timer` still does its work, else what is wrong with it."""
+
+    def replay() -> list[torch.Tensor]:
+        return timer.replay(index)
+
+    kept = timer.returned(index)
+    if not same(observe(copy, replay, kept), expected):
+        return "outputs after timing differ from the untimed run's"
+    if copy.flippable is None or not flip:
+        return None
+    flip_sign_(copy.flippable)
+    try:
+        timed, untimed = observe(copy, replay, kept), observe(copy, copy.run)
+    finally:
+        flip_sign_(copy.flippable)
+    if not same(timed, untimed):
+        return "the timed form does not follow a changed input"
+    return None

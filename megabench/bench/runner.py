@@ -1,0 +1,197 @@
+"""Bench a list of cases on one or several backends, one durable row a case and backend.
+
+For each case: what stands in its way (a skipped row with the reason), its correctness (a wrong
+case is reported and not timed), then every op and the whole step, backends interleaved.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from megabench.backends import Backend, BackendError, choose_backend, get_backend
+from megabench.bench.arms import LayerPool, step_arms
+from megabench.bench.ceilings import load_ceilings
+from megabench.bench.measure import Arm, Bench, measure
+from megabench.bench.ops import OP_ORDER
+from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
+from megabench.bench.telemetry import make_probe
+from megabench.cases import Case
+from megabench.geometry import Geometry
+from megabench.results import CaseResult, Comparison, Measurement, RunFolder, StageResult, Status
+from megabench.workload import build_weights, build_workload, obstacle
+
+Judge = Callable[[Case, Backend, torch.device], list[StageResult]]
+"""Validates a case on a backend and a device against the golden model."""
+Progress = Callable[[CaseResult], None]
+
+
+@dataclass
+class BenchRun:
+    """A bench run in progress: cases go in one by one, rows come out durable.
+
+    Construction measures the ceilings (cached in the folder) and pins the CPU's threads.
+    """
+
+    folder: RunFolder
+    device: torch.device
+    suite: str
+    judge: Judge | None = None
+    """None times without validating first."""
+    repro: Callable[[Case, str], str] = lambda case, backend: ""
+    """The command that runs a case on a backend alone."""
+    progress: Progress = lambda result: None
+    policy: Policy | None = None
+    layer_seed: int = 0
+    _weights: dict[Geometry, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    _backends: dict[tuple[str, str], Backend] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.device.type == "cpu":
+            pin_threads()
+        ceilings = load_ceilings(self.device, self.folder.path)
+        self.folder.append(ceilings)
+        default = CUDA_POLICY if self.device.type == "cuda" else CPU_POLICY
+        l2 = None
+        if self.device.type == "cuda":
+            l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+        self._bench = Bench(
+            device=self.device,
+            ceilings=ceilings,
+            probe=make_probe(self.device),
+            policy=self.policy or default,
+            l2_bytes=l2,
+        )
+        self._pool = LayerPool(lambda workload: self._weights_of(workload.geometry))
+
+    def run(self, cases: Sequence[Case], backends: Sequence[str]) -> list[CaseResult]:
+        """Bench every case on every backend -> the rows written, in order."""
+        return [row for case in cases for row in self.run_case(case, backends)]
+
+    def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
+        """Bench one case on every backend; one row each, whatever happens."""
+        started = time.perf_counter()
+        rows = {name: self._admit(case, name) for name in backends}
+        able = [name for name in backends if rows[name].status == "measured"]
+        comparisons: list[Comparison] = []
+        if able:
+            comparisons = self._measure(case, able, rows)
+        seconds = time.perf_counter() - started
+        for row in rows.values():
+            row.seconds = seconds / len(rows)
+            self.folder.append(row)
+            self.progress(row)
+        for comparison in comparisons:
+            self.folder.append(comparison)
+        return list(rows.values())
+
+    def _admit(self, case: Case, name: str) -> CaseResult:
+        """The case's row on a backend: "measured" when nothing forbids timing it."""
+        row = CaseResult(
+            suite=self.suite,
+            case_id=case.id,
+            case_hash=case.hash,
+            case=case.model_dump(mode="json"),
+            backend=name,
+            status="measured",
+            tokens=case.num_tokens,
+            repro=self.repro(case, name),
+        )
+        try:
+            backend = self._backend(case, name)
+            reason = obstacle(case, backend, self.device)
+            if reason:
+                return _ended(row, "skipped", reason)
+            if case.num_tokens == 0:
+                return _ended(row, "skipped", "an empty step has nothing to time")
+            if self.judge is not None:
+                row.stages = self.judge(case, backend, self.device)
+                wrong = [s for s in row.stages if s.verdict and not s.ok]
+                if wrong:
+                    return _ended(row, "failed", f"{wrong[0].name}: {wrong[0].message}")
+        except BackendError as error:
+            return _ended(row, "skipped", str(error))
+        except Exception as error:
+            return _ended(row, "error", describe(error))
+        return row
+
+    def _measure(
+        self, case: Case, able: Sequence[str], rows: dict[str, CaseResult]
+    ) -> list[Comparison]:
+        try:
+            workload = build_workload(case, self.device)
+            arms = {
+                name: step_arms(self._pool, workload, name, self._backend(case, name))
+                for name in able
+            }
+            comparisons = []
+            for op in OP_ORDER:
+                present = [name for name in able if op in arms[name]]
+                if present:
+                    comparisons += self._measure_op(case, [arms[n][op] for n in present], rows)
+            return comparisons
+        except Exception as error:
+            for name in able:
+                _ended(rows[name], "error", describe(error))
+            return []
+        finally:
+            gc.collect()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _measure_op(
+        self, case: Case, arms: list[Arm], rows: dict[str, CaseResult]
+    ) -> list[Comparison]:
+        measured, comparisons = measure(self._bench, arms)
+        for arm, measurements in zip(arms, measured, strict=True):
+            row = rows[arm.backend]
+            row.measurements += measurements
+            problem = _first_problem(measurements)
+            if problem and row.status == "measured":
+                _ended(row, "error", problem)
+        named = {"suite": self.suite, "case_id": case.id}
+        return [comparison.model_copy(update=named) for comparison in comparisons]
+
+    def _backend(self, case: Case, name: str) -> Backend:
+        key = (name, case.page_layout)
+        if name == "auto":
+            geometry = Geometry.load(case.model)
+            chosen, _ = choose_backend(geometry, self.device, case.record, case.page_layout)
+            key = (chosen, case.page_layout)
+        if key not in self._backends:
+            self._backends[key] = get_backend(key[0], case.page_layout)
+        return self._backends[key]
+
+    def _weights_of(self, geometry: Geometry) -> Mapping[str, torch.Tensor]:
+        if geometry not in self._weights:
+            self._weights[geometry] = build_weights(geometry, self.layer_seed, self.device)
+        return self._weights[geometry]
+
+
+def pin_threads() -> None:
+    """One torch thread a usable core, unless the user's environment says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
+
+
+def describe(error: Exception) -> str:
+    """An exception in one line."""
+    first = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {first[0]}" if first else type(error).__name__
+
+
+def _ended(row: CaseResult, status: Status, reason: str) -> CaseResult:
+    row.status, row.reason = status, reason
+    return row
+
+
+def _first_problem(measurements: list[Measurement]) -> str | None:
+    for m in measurements:
+        if m.problem:
+            return f"{m.op} ({m.column}): {m.problem}"
+    return None

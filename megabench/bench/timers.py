@@ -1,0 +1,211 @@
+"""Timers: one sample is one run of an op, and nothing but the op lies between its two marks.
+
+CUDA: every sample replays a CUDA graph between an event pair of its own. A spin kernel before the
+pair keeps the host ahead, so that launch gaps stay out. The cold column rotates pointer-distinct
+copies (`rotation.py`) and, where they are small, reads an L2-sized buffer before each pair; the
+warm column replays one copy. When capture fails the row says so in its method and note: its
+launches are eager and host gaps are inside the pair.
+
+Host: `perf_counter_ns` around the call; on CUDA with a synchronize inside (the eager column).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], list[torch.Tensor]]
+
+SPIN_CYCLES = 60_000
+"""About 35 us: longer than the host needs for two events and a graph launch."""
+OVERHEAD_PAIRS = 30
+WARM_UPS = 2
+
+
+class Timer(Protocol):
+    """Takes samples of one op, one way."""
+
+    method: str
+    note: str
+    sets: int
+    overhead_us: float | None
+    counts: list[int]
+    """Samples taken of each copy."""
+
+    def take(self, n: int) -> list[float]:
+        """n samples in microseconds."""
+        ...
+
+    def replay(self, copy: int) -> list[torch.Tensor]:
+        """Run one copy as it is timed and wait -> the tensors it returned."""
+        ...
+
+    def returned(self, copy: int) -> list[torch.Tensor] | None:
+        """The tensors every replay of a copy returns to, None when each returns new ones."""
+        ...
+
+
+class HostTimer:
+    """Host wall time of a call, up to `wait` returning. Its caller has run each copy before."""
+
+    def __init__(
+        self, runs: list[Run], method: str, wait: Callable[[], None] = lambda: None, note: str = ""
+    ) -> None:
+        self.method, self.note = method, note
+        self.sets = len(runs)
+        self.overhead_us: float | None = _clock_pair_us()
+        self.counts = [0] * len(runs)
+        self._runs, self._wait, self._next = runs, wait, 0
+
+    def take(self, n: int) -> list[float]:
+        samples = []
+        for _ in range(n):
+            copy, self._next = self._next, (self._next + 1) % self.sets
+            run = self._runs[copy]
+            start = time.perf_counter_ns()
+            run()
+            self._wait()
+            samples.append((time.perf_counter_ns() - start) * 1e-3)
+            self.counts[copy] += 1
+        return samples
+
+    def replay(self, copy: int) -> list[torch.Tensor]:
+        fresh = self._runs[copy]()
+        self._wait()
+        return fresh
+
+    def returned(self, copy: int) -> list[torch.Tensor] | None:
+        return None
+
+
+def cpu_timer(run: Run) -> HostTimer:
+    """The CPU column: wall time at the pinned thread count."""
+    return HostTimer([run], f"perf_counter_ns, {torch.get_num_threads()} threads")
+
+
+def eager_timer(run: Run) -> HostTimer:
+    """The eager column on CUDA: launches, kernels and the final synchronize."""
+    return HostTimer([run], "eager, perf_counter_ns with synchronize", torch.cuda.synchronize)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One captured (or eager) copy: how to launch it, and where its returned tensors lie."""
+
+    launch: Callable[[], object]
+    returned: list[torch.Tensor] | None
+    """None when every launch returns new tensors."""
+
+
+class EventTimer:
+    """An event pair around each launch, copies in rotation."""
+
+    def __init__(
+        self,
+        launches: list[Launch],
+        method: str,
+        note: str = "",
+        sweep: Callable[[], object] | None = None,
+    ) -> None:
+        self.method, self.note = method, note
+        self.sets = len(launches)
+        self.counts = [0] * len(launches)
+        self._launches, self._sweep, self._next = launches, sweep, 0
+        self.overhead_us: float | None = event_pair_us()
+
+    def take(self, n: int) -> list[float]:
+        pairs = []
+        for _ in range(n):
+            copy, self._next = self._next, (self._next + 1) % self.sets
+            if self._sweep is not None:
+                self._sweep()
+            pairs.append(_timed(self._launches[copy].launch))
+            self.counts[copy] += 1
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def replay(self, copy: int) -> list[torch.Tensor]:
+        launch = self._launches[copy]
+        fresh = launch.launch()
+        torch.cuda.synchronize()
+        if launch.returned is not None:
+            return launch.returned
+        assert isinstance(fresh, list)
+        return fresh
+
+    def returned(self, copy: int) -> list[torch.Tensor] | None:
+        return self._launches[copy].returned
+
+
+def graph_timer(
+    runs: list[Run], column: str, sweep: Callable[[], object] | None = None, note: str = ""
+) -> EventTimer:
+    """Capture each run and time its replays; eager launches, and the reason, where that fails."""
+    spaced = "L2 sweep and spin before each" if sweep is not None else "spin before each"
+    try:
+        pool = torch.cuda.graph_pool_handle()
+        launches = [capture(run, pool) for run in runs]
+        method = f"CUDA graph replay, event pair, {spaced}"
+    except CaptureError as error:
+        launches = [Launch(run, None) for run in runs]
+        method = f"eager launches, event pair, {spaced}"
+        note = "; ".join(filter(None, (note, f"graph capture failed: {error}")))
+    return EventTimer(launches, method, f"{column}; {note}" if note else column, sweep)
+
+
+class CaptureError(RuntimeError):
+    """A run that cannot be captured; the message is the first line of the cause."""
+
+
+def capture(run: Run, pool: object = None) -> Launch:
+    """Warm `run` up on a side stream and capture it. Graphs of one rotation may share a `pool`:
+    they replay one after another."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
+            returned = run()
+    except Exception as error:
+        torch.cuda.synchronize()
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CaptureError(reason[0]) from error
+    return Launch(graph.replay, returned)
+
+
+def event_pair_us() -> float:
+    """An empty event pair's own time on the current device, median."""
+    pairs = [_timed(lambda: None) for _ in range(OVERHEAD_PAIRS)]
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
+
+
+def _timed(launch: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    start, end = _event(), _event()
+    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    start.record()
+    launch()
+    end.record()
+    return start, end
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _clock_pair_us() -> float:
+    def pair() -> int:
+        start = time.perf_counter_ns()
+        return time.perf_counter_ns() - start
+
+    return statistics.median(pair() for _ in range(OVERHEAD_PAIRS)) * 1e-3
