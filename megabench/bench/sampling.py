@@ -30,6 +30,8 @@ Take = Callable[[int], list[float]]
 FLOOR_SAMPLES = 3
 HARD_TIMEOUT = 4
 """Multiples of the time-out after which sampling ends whatever it has, even nothing."""
+MIN_PAIRS = 8
+"""Rounds that arms compared with each other take at least, time permitting."""
 BOOTSTRAP_DRAWS = 1000
 MAD_TO_SIGMA = 1.4826
 """sigma = 1.4826 * MAD for a normal distribution."""
@@ -136,7 +138,7 @@ def interleave(takes: list[Take], policy: Policy) -> list[Sampled]:
     reasons: list[StopReason | None] = [None] * len(takes)
     rounds: list[list[float | None]] = [[] for _ in takes]
     forward = True
-    while not all(reasons):
+    while not (all(reasons) and _paired_enough(len(rounds[0]), reasons)):
         order = range(len(takes)) if forward else reversed(range(len(takes)))
         forward = not forward
         for i in order:
@@ -148,6 +150,11 @@ def interleave(takes: list[Take], policy: Policy) -> list[Sampled]:
         for arm, reason, medians in zip(arms, reasons, rounds, strict=True)
         if reason is not None
     ]
+
+
+def _paired_enough(rounds: int, reasons: list[StopReason | None]) -> bool:
+    """Whether arms have rounds enough for a ratio's interval, or no time for more."""
+    return len(reasons) == 1 or rounds >= MIN_PAIRS or "timeout" in reasons
 
 
 def relative_error(values: list[float]) -> float:

@@ -1,0 +1,118 @@
+"""A timed op must still do its work: kept outputs, skipped work and broken inputs are caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from megabench.bench.ops import Target, flip_sign_
+from megabench.bench.recheck import Copy, observe, recheck, same
+from megabench.bench.timers import HostTimer
+
+Run = Callable[[], list[torch.Tensor]]
+
+
+def double(x: torch.Tensor, out: torch.Tensor) -> Run:
+    def run() -> list[torch.Tensor]:
+        torch.mul(x, 2.0, out=out)
+        return [x * 3.0]
+
+    return run
+
+
+class Replay:
+    """A timer whose timed form may differ from the untimed run, as a captured graph's may."""
+
+    method, note, sets, overhead_us = "fake", "", 1, None
+
+    def __init__(self, run: Run, static: list[torch.Tensor] | None = None) -> None:
+        self.counts, self._run, self._static = [0], run, static
+
+    def take(self, n: int) -> list[float]:
+        return [1.0] * n
+
+    def replay(self, copy: int) -> list[torch.Tensor]:
+        return self._run()
+
+    def returned(self, copy: int) -> list[torch.Tensor] | None:
+        return self._static
+
+
+def case() -> tuple[torch.Tensor, torch.Tensor, Copy, list[torch.Tensor]]:
+    x, out = torch.arange(1.0, 9.0), torch.empty(8)
+    copy = Copy(double(x, out), [Target(out)], flippable=x)
+    return x, out, copy, observe(copy, copy.run)
+
+
+def test_an_honest_op_passes_and_leaves_its_input_as_it_was() -> None:
+    x, _, copy, expected = case()
+    before = x.clone()
+    assert recheck(copy, HostTimer([copy.run], "host"), 0, expected) is None
+    assert torch.equal(x, before)
+
+
+def test_an_op_that_skips_its_work_on_replay_is_caught() -> None:
+    x, _, copy, expected = case()
+    kept = x * 3.0
+    assert recheck(copy, Replay(lambda: [kept]), 0, expected) is not None
+
+
+def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> None:
+    x, out, copy, expected = case()
+    cached = (x * 2.0).clone(), (x * 3.0).clone()
+
+    def from_cache() -> list[torch.Tensor]:
+        out.copy_(cached[0])
+        return [cached[1].clone()]
+
+    wrong = recheck(copy, Replay(from_cache), 0, expected)
+    assert wrong is not None
+    assert "changed input" in wrong
+
+
+def test_a_graph_that_leaves_its_returned_tensor_untouched_is_caught() -> None:
+    x, out, copy, expected = case()
+    static = [x * 3.0]
+
+    def replay() -> list[torch.Tensor]:
+        torch.mul(x, 2.0, out=out)
+        return static
+
+    assert recheck(copy, Replay(replay, static), 0, expected) is not None
+
+
+def test_an_argument_handed_back_is_not_poisoned() -> None:
+    x = torch.arange(4.0)
+    copy = Copy(lambda: [x], flippable=x, inputs=frozenset({x.untyped_storage().data_ptr()}))
+    expected = observe(copy, copy.run)
+    assert recheck(copy, Replay(copy.run, [x]), 0, expected) is None
+
+
+def test_nan_outputs_are_compared_by_their_bits() -> None:
+    nan = torch.tensor([float("nan")])
+    assert same([nan.view(torch.uint8)], [nan.clone().view(torch.uint8)])
+    assert not same([nan.view(torch.uint8)], [(-nan).view(torch.uint8)])
+
+
+def test_a_cache_written_in_place_is_put_back() -> None:
+    cache = torch.arange(4 * 2 * 8, dtype=torch.uint8).view(4, 2, 8)
+    before = cache.clone()
+    target = Target(cache, pages=torch.tensor([1]))
+    copy = Copy(lambda: [cache[1, 0].fill_(7)], [target])
+    seen = observe(copy, copy.run)[0].view(1, 2, 8)
+    assert seen[0, 0].tolist() == [7] * 8
+    assert seen[0, 1].tolist() == [0x5A] * 8
+    assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
+def test_flipping_the_sign_twice_is_the_identity(dtype: torch.dtype) -> None:
+    x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    negated = (-x.to(torch.float32)).to(dtype)
+    flipped = x.clone()
+    flip_sign_(flipped)
+    assert torch.equal(flipped.view(torch.uint8), negated.view(torch.uint8))
+    flip_sign_(flipped)
+    assert torch.equal(flipped.view(torch.uint8), x.view(torch.uint8))
