@@ -6,7 +6,7 @@ device. Codes travel as `torch.float8_e4m3fn` where an op wants that dtype, else
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -178,3 +178,9 @@ def alloc_mega_attn_output(
     data = torch.empty((num_tokens, n_wv_group, width), dtype=torch.float8_e4m3fn, device=device)
     scale = empty_mn_major(num_tokens, n_wv_group, width // (QUANT_GROUP * 4), device)
     return QuantizedActivation(data, scale, torch.bfloat16, data.shape)
+
+
+def token_slice(out: QuantizedActivation, start: int, end: int) -> QuantizedActivation:
+    """The [start, end) tokens of an output buffer; the scale keeps the whole step's stride."""
+    data = out.data[start:end]
+    return replace(out, data=data, scale=out.scale[start:end], orig_shape=data.shape)

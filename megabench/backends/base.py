@@ -12,10 +12,15 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from megabench.formats import KVRecord, PageLayout
+from megabench.formats import QUANT_GROUP, KVRecord, PageLayout
 from megabench.geometry import Geometry
 
 Pair = tuple[torch.Tensor, torch.Tensor]
+
+EINSUM = "bhr,hdr->bhd"
+"""The one equation `fp8_einsum` serves: tokens b, wo_a groups h."""
+EINSUM_RECIPE = (1, 1, QUANT_GROUP)
+"""Scale granularity of tokens, rows and columns."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megabench.backends.base import Pair
+from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair
 from megabench.backends.checks import check_tensor, require
 from megabench.formats import QUANT_GROUP
 from megabench.quant import dequantize_mxfp8, quantize_activation, unpack_scales
-
-EINSUM = "bhr,hdr->bhd"
-EINSUM_RECIPE = (1, 1, QUANT_GROUP)
 
 
 class DenseWeights:

@@ -7,7 +7,6 @@ Docstrings of the ops are the protocol's (backends/base.py); here stands how the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
@@ -31,6 +30,7 @@ from megabench.quant import (
     QuantizedActivation,
     alloc_mega_attn_output,
     pack_mn_major,
+    token_slice,
     unpack_scales,
 )
 
@@ -382,12 +382,6 @@ class TorchBackend:
         self, equation: str, x: Pair, w: Pair, out: torch.Tensor, recipe: tuple[int, int, int]
     ) -> None:
         fp8_einsum(equation, x, w, out, recipe, self._dense)
-
-
-def token_slice(out: QuantizedActivation, start: int, end: int) -> QuantizedActivation:
-    """The [start, end) tokens of an output buffer; the scale keeps the whole step's stride."""
-    data = out.data[start:end]
-    return replace(out, data=data, scale=out.scale[start:end], orig_shape=data.shape)
 
 
 def _within(slots: torch.Tensor, length: torch.Tensor | None, tokens: slice) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The layer under its engine's names: the class, its config, and the functions around it."""
 
-from megabench.backends.torch_eager import token_slice as _token_slice
 from megabench.layer.attention import DeepseekV4MegaAttnAttention
 from megabench.layer.config import (
     LayerConfig,
@@ -10,6 +9,7 @@ from megabench.layer.config import (
 )
 from megabench.layout import permute_wo_a_, permute_wq_b_
 from megabench.quant import QuantizedActivation, alloc_mega_attn_output
+from megabench.quant import token_slice as _token_slice
 
 __all__ = [
     "DeepseekV4MegaAttnAttention",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from megabench.backends.eager_matmul import EINSUM, EINSUM_RECIPE
-from megabench.backends.torch_eager import token_slice as _token_slice
+from megabench.backends.base import EINSUM, EINSUM_RECIPE
 from megabench.formats import HEAD_DIM, NVFP4
 from megabench.geometry import topology_problem
 from megabench.layer.config import LayerConfig, resolve_compressed_record
 from megabench.layer.decode import DecodePath
 from megabench.layer.prefill import PrefillPath
 from megabench.quant import QuantizedActivation, alloc_mega_attn_output
+from megabench.quant import token_slice as _token_slice
 
 
 class DeepseekV4MegaAttnAttention(PrefillPath, DecodePath):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from megabench.backends.torch_eager import token_slice as _token_slice
 from megabench.formats import HEAD_DIM, QUANT_GROUP, ROPE_DIM, round_up
 from megabench.layer.state import NO_Q_NORM, SF_FLAGS, LayerState
 from megabench.metadata import (
@@ -13,6 +12,7 @@ from megabench.metadata import (
     prefill_workspace_rows,
 )
 from megabench.quant import QuantizedActivation
+from megabench.quant import token_slice as _token_slice
 
 COMBINED_TOPK_MULTIPLE = 128
 
