@@ -26,8 +26,8 @@ from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Measurement, RunFolder, StageResult, Status
 from megabench.workload import build_weights, build_workload, obstacle
 
-Judge = Callable[[Case, Backend, torch.device], list[StageResult]]
-"""Validates a case on a backend and a device against the golden model."""
+Judge = Callable[[Case, str, torch.device], list[StageResult]]
+"""Validates a case on a named backend and a device against the golden model."""
 Progress = Callable[[CaseResult], None]
 
 
@@ -110,7 +110,7 @@ class BenchRun:
             if case.num_tokens == 0:
                 return _ended(row, "skipped", "an empty step has nothing to time")
             if self.judge is not None:
-                row.stages = self.judge(case, backend, self.device)
+                row.stages = self.judge(case, name, self.device)
                 wrong = [s for s in row.stages if s.verdict and not s.ok]
                 if wrong:
                     return _ended(row, "failed", f"{wrong[0].name}: {wrong[0].message}")

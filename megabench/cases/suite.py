@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import GenericAlias
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
@@ -69,6 +69,8 @@ class Suite:
     """The cases of one file, in the file's order."""
 
     name: str
+    source: str
+    """The file as it was asked for, by path or by packaged name."""
     path: Path
     description: str
     cases: list[Case]
@@ -77,6 +79,11 @@ class Suite:
     @property
     def num_tokens(self) -> int:
         return sum(case.num_tokens for case in self.cases)
+
+    def reseeded(self, seed: int) -> Suite:
+        """The suite with every case at `seed`; cases that differed in nothing else become one."""
+        cases = [case.model_copy(update={"seed": seed}) for case in self.cases]
+        return replace(self, cases=list({case.id: case for case in cases}.values()))
 
     def select(self, pattern: str) -> list[Case]:
         """Cases whose id matches a glob; CaseError with the nearest id when none does."""
@@ -124,7 +131,12 @@ def load_suite(name: str | Path) -> Suite:
     if not cases:
         raise document.error((), "no case is left")
     suite = Suite(
-        document.path.stem, document.path, file.description, [*cases.values()], file.token_budget
+        name=document.path.stem,
+        source=str(name),
+        path=document.path,
+        description=file.description,
+        cases=[*cases.values()],
+        token_budget=file.token_budget,
     )
     if suite.token_budget is not None and suite.num_tokens > suite.token_budget:
         raise document.error(
