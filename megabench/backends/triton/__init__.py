@@ -1,0 +1,1 @@
+"""Triton kernels for every op; `backend.TritonBackend` is the way in."""

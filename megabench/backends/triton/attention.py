@@ -1,0 +1,262 @@
+"""Launchers of the fused attention: tile and split choice, outputs, kernel arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from megabench.backends.triton.combine import (
+    COMBINE_DIMS,
+    COMBINE_HEADS,
+    COMBINE_WARPS,
+    combine_kernel,
+)
+from megabench.backends.triton.decode import decode_kernel
+from megabench.backends.triton.pages import Pages, pages_of
+from megabench.backends.triton.prefill import prefill_kernel
+from megabench.backends.triton.target import Target, target_of
+from megabench.formats import HEAD_DIM, NVFP4, PageLayout
+from megabench.quant import QuantizedActivation, alloc_mega_attn_output
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Heads and rows a program works on, and how it is compiled."""
+
+    heads: int
+    rows: int
+    warps: int
+    stages: int
+
+
+def decode_tile(live_heads: int, target: Target) -> Tile:
+    """A decode tile that fits the target's shared memory and registers."""
+    if target.capability == 120 or 80 < target.capability < 90:  # 99 KB a block
+        return Tile(heads=16, rows=32, warps=4, stages=1)
+    if live_heads <= 16:
+        return Tile(heads=16, rows=32, warps=4, stages=2)
+    if live_heads <= 32:
+        return Tile(heads=32, rows=64, warps=8, stages=2)
+    return Tile(heads=64, rows=64, warps=8, stages=2)
+
+
+def prefill_tile(live_heads: int, target: Target) -> Tile:
+    """A prefill tile that fits the target's shared memory and registers."""
+    if target.capability == 120 or 80 < target.capability < 90:
+        return Tile(heads=16, rows=32, warps=4, stages=1)
+    if live_heads <= 16:
+        return Tile(heads=16, rows=32, warps=4, stages=2)
+    if live_heads <= 32:
+        return Tile(heads=32, rows=32, warps=8, stages=2)
+    return Tile(heads=64, rows=64, warps=8, stages=2)
+
+
+def split_count(tokens: int, head_tiles: int, row_tiles: int, target: Target) -> int:
+    """Shares of a token's rows such that the programs fill the device, balanced to whole tiles."""
+    wanted = target.multiprocessors // max(tokens * head_tiles, 1)
+    share = -(-max(row_tiles, 1) // max(min(wanted, row_tiles), 1))
+    return -(-max(row_tiles, 1) // share)
+
+
+def _outputs(
+    q: torch.Tensor, n_wv_group: int, out_fp8: torch.Tensor | None, out_sf: torch.Tensor | None
+) -> QuantizedActivation:
+    if out_fp8 is None or out_sf is None:
+        return alloc_mega_attn_output(q.shape[0], n_wv_group, q.device)
+    return QuantizedActivation(out_fp8, out_sf, torch.bfloat16, out_fp8.shape)
+
+
+def decode(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    extra_kv: torch.Tensor | None,
+    extra_indices: torch.Tensor | None,
+    extra_topk_length: torch.Tensor | None,
+    q_norm_eps: float | None,
+    token_positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    n_wv_group: int,
+    out_fp8: torch.Tensor | None,
+    out_sf: torch.Tensor | None,
+    layout: PageLayout,
+    live_heads: int | None = None,
+    splits: int | None = None,
+) -> list[torch.Tensor]:
+    """[out_fp8, out_sf, lse] of the decode op on checked arguments.
+
+    live_heads: heads whose results matter (default all); splits: shares of a token's rows (default:
+    enough to fill the device).
+    """
+    s_q, heads, _ = q.shape
+    out = _outputs(q, n_wv_group, out_fp8, out_sf)
+    lse = q.new_empty((s_q, heads), dtype=torch.float32)
+    if s_q == 0:
+        return [out.data, out.scale, lse]
+    target = target_of(q.device)
+    live = live_heads or heads
+    tile = decode_tile(live, target)
+    head_tiles = triton.cdiv(live, tile.heads)
+    swa = pages_of(kv, layout)
+    extra = pages_of(extra_kv, layout) if extra_kv is not None else None
+    # An empty pool has no slot 0 for masked rows to read.
+    topk = indices.shape[1] if swa.slots else 0
+    extra_topk = (
+        extra_indices.shape[1] if extra and extra.slots and extra_indices is not None else 0
+    )
+    if splits is None:
+        row_tiles = triton.cdiv(topk, tile.rows) + triton.cdiv(extra_topk, tile.rows)
+        splits = split_count(s_q, head_tiles, row_tiles, target)
+    # Partials come from the caching allocator: no cudaMalloc once warm, and a captured graph owns
+    # its own; a buffer kept here would be shared between streams.
+    partial, partial_ml = lse, lse
+    if splits > 1:
+        partial = q.new_empty((s_q, splits, heads, HEAD_DIM), dtype=torch.float32)
+        partial_ml = q.new_empty((s_q, splits, heads, 2), dtype=torch.float32)
+    epilogue = (
+        out.data.view(torch.uint8),
+        out.scale,
+        out.scale.stride(1),
+        out.scale.stride(2),
+        lse,
+    )
+    decode_kernel[(s_q, head_tiles * splits)](
+        q,
+        q.stride(0),
+        kv.view(torch.uint8),
+        kv.stride(0),
+        swa.slots,
+        indices,
+        indices.stride(0),
+        topk_length,
+        topk,
+        (kv if extra_kv is None else extra_kv).view(torch.uint8),
+        extra_kv.stride(0) if extra_kv is not None else 0,
+        extra.slots if extra else 0,
+        extra_indices if extra else indices,
+        extra_indices.stride(0) if extra_indices is not None else 0,
+        extra_topk_length,
+        extra_topk,
+        1,
+        attn_sink,
+        token_positions,
+        cos_sin_cache,
+        sm_scale * LOG2_E,
+        q_norm_eps or 0.0,
+        *epilogue,
+        partial,
+        partial_ml,
+        HEADS=heads,
+        H=tile.heads,
+        N=tile.rows,
+        SPLITS=splits,
+        **_page_constants("", swa),
+        HAS_EXTRA=extra is not None and extra_topk > 0,
+        EXTRA_FP4=extra is not None and extra.record is NVFP4,
+        **_page_constants("EXTRA_", extra or swa),
+        HAS_LEN=topk_length is not None,
+        HAS_EXTRA_LEN=extra_topk_length is not None,
+        HAS_SINK=attn_sink is not None,
+        Q_NORM=q_norm_eps is not None,
+        EMULATE=target.emulate,
+        FP8_CVT=target.fp8_cvt,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    if splits > 1:
+        grid = (s_q, triton.cdiv(live, COMBINE_HEADS), HEAD_DIM // COMBINE_DIMS)
+        combine_kernel[grid](
+            partial,
+            partial_ml,
+            attn_sink,
+            token_positions,
+            cos_sin_cache,
+            *epilogue,
+            HEADS=heads,
+            H=COMBINE_HEADS,
+            W=COMBINE_DIMS,
+            SPLITS=splits,
+            HAS_SINK=attn_sink is not None,
+            FP8_CVT=target.fp8_cvt,
+            num_warps=COMBINE_WARPS,
+        )
+    return [out.data, out.scale, lse]
+
+
+def _page_constants(prefix: str, pages: Pages) -> dict[str, int]:
+    """The kernel's compile-time page addressing, for the SWA ("") or the extra cache ("EXTRA_")."""
+    _, page_size, data_pitch, scale_base, scale_pitch = pages.addressing
+    return {
+        f"{prefix}PAGE": page_size,
+        f"{prefix}DATA_PITCH": data_pitch,
+        f"{prefix}SCALE_BASE": scale_base,
+        f"{prefix}SCALE_PITCH": scale_pitch,
+    }
+
+
+def prefill(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None,
+    topk_length: torch.Tensor | None,
+    q_norm_eps: float | None,
+    token_positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    n_wv_group: int,
+    out_fp8: torch.Tensor | None,
+    out_sf: torch.Tensor | None,
+    live_heads: int | None = None,
+) -> list[torch.Tensor]:
+    """[out_fp8, out_sf, max_logits, lse] of the prefill op on checked arguments."""
+    s_q, heads, _ = q.shape
+    out = _outputs(q, n_wv_group, out_fp8, out_sf)
+    lse = q.new_empty((s_q, heads), dtype=torch.float32)
+    max_logits = torch.empty_like(lse)
+    if s_q == 0:
+        return [out.data, out.scale, max_logits, lse]
+    target = target_of(q.device)
+    live = live_heads or heads
+    tile = prefill_tile(live, target)
+    prefill_kernel[(s_q, triton.cdiv(live, tile.heads))](
+        q,
+        q.stride(0),
+        kv,
+        kv.stride(0),
+        kv.shape[0],
+        indices,
+        indices.stride(0),
+        topk_length,
+        indices.shape[-1],
+        1,
+        attn_sink,
+        token_positions,
+        cos_sin_cache,
+        sm_scale * LOG2_E,
+        q_norm_eps or 0.0,
+        out.data.view(torch.uint8),
+        out.scale,
+        out.scale.stride(1),
+        out.scale.stride(2),
+        max_logits,
+        lse,
+        HEADS=heads,
+        H=tile.heads,
+        N=tile.rows,
+        HAS_LEN=topk_length is not None,
+        HAS_SINK=attn_sink is not None,
+        Q_NORM=q_norm_eps is not None,
+        EMULATE=target.emulate,
+        FP8_CVT=target.fp8_cvt,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return [out.data, out.scale, max_logits, lse]
