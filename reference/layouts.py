@@ -65,7 +65,7 @@ def pad_q(heads: Tensor, padded: int) -> Tensor:
 
 def heads_from_padded_q(q: Tensor, live: int) -> Tensor:
     """Kernel layout ``[T, padded, 512]`` -> natural order of the live heads ``[T, live, 512]``."""
-    return heads_from_fused_q(q.reshape(q.shape[0], -1), q.shape[1])[:, :live]
+    return heads_from_fused_q(q.flatten(1), q.shape[1])[:, :live]
 
 
 def output_meaning(out_fp8: Tensor, out_sf: Tensor) -> tuple[Tensor, Tensor]:
