@@ -97,7 +97,7 @@ def list_command(suite: str | None, pattern: str, seed: int | None, as_json: boo
         for case in cases:
             click.echo(json.dumps(_described(case)) if as_json else f"{case.id}  {case.num_tokens}")
         if not as_json:
-            click.echo(f"{loaded.path}: {_budget(loaded, cases)}")
+            click.echo(f"{loaded.source}: {_budget(loaded, cases)}")
 
 
 def _budget(suite: Suite, cases: list[Case]) -> str:

@@ -77,7 +77,7 @@ class Request:
 
     def repro(self, case: Case, backend: str) -> str:
         """The command that runs one case on one backend as this run did."""
-        words = ["megabench", self.command, "--cases", str(self.suite.path), "--case", case.id]
+        words = ["megabench", self.command, "--cases", self.suite.source, "--case", case.id]
         words += ["--backend", backend, "--device", str(self.device)]
         return shlex.join(words if self.seed is None else [*words, "--seed", str(self.seed)])
 
@@ -143,7 +143,7 @@ def _opened(request: Request) -> Iterator[tuple[RunFolder, Watch]]:
         request.command,
         sys.argv[1:],
         environment,
-        suite=str(request.suite.path),
+        suite=request.suite.source,
         seed=request.seed,
         planned=planned,
     )
@@ -182,7 +182,7 @@ def validate_cases(**options: object) -> int:
             request.device,
             folder,
             watch,
-            source=str(request.suite.path),
+            source=request.suite.source,
             seed=request.seed or 0,
         )
     _result(request, str(folder.results))
