@@ -21,7 +21,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x;
   const int role = __shfl_sync(~0u, thread / kRoleThreads, 0);
   const int warp = __shfl_sync(~0u, (thread / 32) & 3, 0);
-  const Lane me = {warp, thread & 31, (thread & 31) >> 2, thread & 3};
   const int rank = p.split > 1 ? cluster_rank() : 0;
   const int first_item = blockIdx.x / p.split, item_step = gridDim.x / p.split;
 
@@ -38,16 +37,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (role == 0) {
     shrink_registers<kConvertRegisters>();
-    convert_role(p, smem, me, first_item, item_step);
+    convert_role(p, smem, warp, first_item, item_step);
     if (p.split > 1) {
       cluster_sync();
       cluster_sync();
     }
   } else if (role == 1) {
     shrink_registers<kScoreRegisters>();
-    score_role(p, mem, me, first_item, item_step, rank);
+    score_role(p, mem, warp, first_item, item_step, rank);
   } else {
     grow_registers<kOutputRegisters>();
-    output_role(p, mem, me, role - 2, first_item, item_step, rank);
+    output_role(p, mem, warp, role - 2, first_item, item_step, rank);
   }
 }

@@ -42,13 +42,16 @@ struct Params {
   float scale_log2;          // sm_scale * log2(e)
 };
 
-// ---- records, as the converter stages them: one unit = two rows of a warp
+// ---- records, as a converter warp stages them: data of two rows (a unit) at a time, scales of its
+// 16 rows of a block at once
 constexpr u32 kFp8Record = 528, kFp4Record = 288;
 constexpr u32 kFp8Data = 512, kFp4Data = 256;
 constexpr u32 kRowPitch = 576;    // second row of a unit: 64 mod 128, so that loads do not conflict
-constexpr u32 kUnitBytes = kRowPitch + kFp8Record;
-constexpr int kUnits = 5;         // units in flight per converter warp
-constexpr int kUnitsPerBlock = 8; // a warp owns 16 rows of a block
+constexpr u32 kUnitBytes = kRowPitch + kFp8Data;
+constexpr int kUnits = 4;         // units in flight per converter warp
+constexpr int kUnitsPerBlock = 8;
+constexpr u32 kScalePitch = 32;   // bytes of scales kept per row
+constexpr u32 kScaleBytes = 16 * kScalePitch;
 
 // ---- shared memory, bytes
 constexpr u32 kTileGroup = kBlock * 128;               // 64 rows x 64 dims, swizzled
@@ -56,8 +59,9 @@ constexpr u32 kTileBytes = kTileGroup * (kDim / kGroupDims);
 constexpr u32 kSmemQ = 0;                              // [8 groups][64 heads][128]
 constexpr u32 kSmemKV = kSmemQ + kTileBytes;           // [2 tiles][8 groups][64 rows][128]
 constexpr u32 kSmemP = kSmemKV + 2 * kTileBytes;       // P^T [64 rows][64 heads] bf16
-constexpr u32 kSmemRaw = kSmemP + kBlock * 128;        // [4 warps][kUnits] staged records
-constexpr u32 kSmemOffsets = kSmemRaw + 4 * kUnits * kUnitBytes;  // [kSlots][64] record / 16
+constexpr u32 kSmemRaw = kSmemP + kBlock * 128;        // [4 warps][kUnits] staged data
+constexpr u32 kSmemScales = kSmemRaw + 4 * kUnits * kUnitBytes;   // [4 warps][2 blocks] scales
+constexpr u32 kSmemOffsets = kSmemScales + 8 * kScaleBytes;       // [kSlots][64] record / 16
 constexpr u32 kSmemReduce = kSmemOffsets + kSlots * kBlock * 4;   // float [4 warps][64]
 constexpr u32 kSmemDelta = kSmemReduce + 4 * kHeads * 4;          // float [64]
 constexpr u32 kSmemNegRef = kSmemDelta + kHeads * 4;   // float [fp8, fp4][64]: bias - reference
@@ -81,9 +85,15 @@ constexpr float kFp4Shift = 9.f, kFp4Up = 512.f, kFp4Down = 1.f / 512.f;
 
 enum NamedBarrier { kBarStart = 1, kBarScores = 2 };
 
-// Where a thread stands in its role.
+// Where a thread stands in its role. Made inside a role, so that no register outlives it.
 struct Lane {
   int warp;      // in the warpgroup, 0..3
   int lane;      // 0..31
   int row, col;  // lane / 4 and lane % 4: its place in a wgmma fragment
+
+  DEVICE explicit Lane(int warp_) : warp(warp_), lane(lane_id()), row(lane >> 2), col(lane & 3) {}
 };
+
+// The token of a work item, and its first head. head_tiles is 1 or 2.
+DEVICE int token_of(const Params& p, int item) { return item >> (p.head_tiles - 1); }
+DEVICE int first_head(const Params& p, int item) { return (item & (p.head_tiles - 1)) * kHeads; }

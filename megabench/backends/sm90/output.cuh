@@ -62,8 +62,8 @@ struct Output {
     return p.out + (((i64)item * groups + group) * kOutChunks + chunk) * (kWvGroup * kOutChunk);
   }
   DEVICE u32* scale_out(int item, int group, int chunk, int word) const {
-    const int tile_group = (item % p.head_tiles) * (kHeads / kWvGroup) + group;
-    return p.scales + item / p.head_tiles + (chunk * 2 + word) * p.scale_word +
+    const int tile_group = first_head(p, item) / kWvGroup + group;
+    return p.scales + token_of(p, item) + (chunk * 2 + word) * p.scale_word +
            tile_group * p.scale_group;
   }
 
@@ -76,6 +76,17 @@ struct Output {
       v[4 * i + 1] = t[4];
       v[4 * i + 2] = t[1];
       v[4 * i + 3] = t[5];
+    }
+  }
+
+  // Brings an item's Q into L2 ahead of its copy: 32 chunks of 2 KB.
+  DEVICE void prefetch_q(int item) const {
+    const int token = token_of(p, item), head0 = first_head(p, item);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int line = (i * 2 + half) * kRoleThreads + me.warp * 32 + me.lane;
+      prefetch_l2(p.q + token * p.q_stride + (line / 16 * p.head_tiles * kHeads + head0) * 16 +
+                  line % 16 * 64);
     }
   }
 
@@ -154,7 +165,7 @@ struct Output {
     cluster_sync();
     const float2* parts = (const float2*)(mem + kSmemRaw);  // [rank][head]: reference, sum
     const float* cos_sin = (const float*)(mem + kSmemCosSin);
-    const int head0 = (item % p.head_tiles) * kHeads;
+    const int head0 = first_head(p, item);
 #pragma unroll 1
     for (int k = 4 * half + me.warp; k < owned * kOutChunks; k += 8) {
       const int chunk = k % kOutChunks, group = rank * owned + k / kOutChunks;
@@ -181,19 +192,21 @@ struct Output {
                                     chunk_out(item, group, chunk), me);
       if ((me.lane & 15) == 0) *scale_out(item, group, chunk, me.lane >> 4) = word;
       if (chunk == 0 && me.col == 0)
-        p.lse[(i64)(item / p.head_tiles) * p.head_tiles * kHeads + head0 + head] =
+        p.lse[(i64)(token_of(p, item)) * p.head_tiles * kHeads + head0 + head] =
             natural_lse(reference, sum);
     }
   }
 };
 
-DEVICE void output_role(const Params& p, u8* mem, Lane me, int half, int first_item, int item_step,
+DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_item, int item_step,
                         int rank) {
+  const Lane me(warp);
   Output out(p, mem, me, half);
   const u32 smem = out.smem;
   u32 block = 0, turn = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
+    if (item + item_step < p.items) out.prefetch_q(item + item_step);
     bool first = true, last;
 #pragma unroll 1
     do {

@@ -62,6 +62,9 @@ DEVICE void copy16(u32 dst, const void* src, u32 bytes) {
 DEVICE void copy16(u32 dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+DEVICE void copy4(u32 dst, const void* src) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(dst), "l"(src) : "memory");
+}
 DEVICE void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int Pending> DEVICE void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
@@ -78,6 +81,9 @@ DEVICE u32 load_shared_byte(u32 a) {
   u32 v;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
   return v;
+}
+DEVICE void store_shared(u32 a, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory");
 }
 DEVICE void load_shared2(u32 a, u32& x, u32& y) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(a) : "memory");
@@ -97,6 +103,11 @@ DEVICE void store_matrix4(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v0),
                "r"(v1), "r"(v2), "r"(v3)
                : "memory");
+}
+// The lane id, through a shuffle so that it stays in a register: reading it again is slow.
+DEVICE int lane_id() {
+  const int lane = threadIdx.x % 32;
+  return __shfl_sync(~0u, lane, lane);
 }
 DEVICE int load_index(const int* p) {
   int v;

@@ -29,9 +29,9 @@ struct Scores {
 
   // Starts the copy of an item's Q and its cos/sin row. Each warp brings its own 16 heads.
   DEVICE void issue_q(int item, int position, int parity) {
-    const int token = item / p.head_tiles, head0 = (item % p.head_tiles) * kHeads;
+    const int token = token_of(p, item), head0 = first_head(p, item);
     const int half = lane & 1, chunk = (lane >> 1) & 3, padded = p.head_tiles * kHeads;
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < 4; k++) {
       const int head = 16 * warp + 4 * k + (lane >> 3);
       const u16* src = p.q + token * p.q_stride + ((i64)chunk * padded + head0 + head) * 16 + half * 8;
@@ -58,7 +58,7 @@ struct Scores {
     sync();
     const int chunk = lane & 3;
     const float* cs = floats(kSmemCosSin) + parity * kRopeDims + 8 * chunk;
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < 2; k++) {
       const int head = 16 * warp + 8 * k + (lane >> 2);
       const u32 at = smem + kSmemQ + head * 128 + (((2 * chunk) ^ (head & 7)) << 4);
@@ -220,25 +220,26 @@ DEVICE float natural_lse(float reference, float sum) {
   return sum > 0.f ? (reference + log2_approx(sum)) * kLn2 : kInfinity;
 }
 
-DEVICE void score_role(const Params& p, u8* mem, Lane me, int first_item, int item_step, int rank) {
+DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int item_step,
+                       int rank) {
+  const Lane me(warp);
   Scores s(p, mem, me);
   const u32 smem = s.smem;
   Cursor cursor(p, smem, me, first_item, item_step, rank);
-  int position = p.positions[first_item / p.head_tiles];
-  cursor.fetch();
-  s.issue_q(first_item, position, 0);
+  int position = p.positions[token_of(p, first_item)];
 #pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) {
-    cursor.publish();
-    cursor.fetch();
-  }
+  for (int b = 0; b < kLookahead; b++) cursor.fetch();
+#pragma unroll 1
+  for (int b = 0; b < kLookahead; b++) cursor.publish();
   bar_arrive(kBarStart, 2 * kRoleThreads);
+  s.issue_q(first_item, position, 0);
+  cursor.fetch();
 
   u32 block = 0, turn = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     const int next = item + item_step;
-    if (next < p.items) position = load_index(p.positions + next / p.head_tiles);
+    if (next < p.items) position = load_index(p.positions + token_of(p, next));
     s.finish_q(turn & 1);
     s.have_reference = false;
 #pragma unroll
@@ -270,7 +271,7 @@ DEVICE void score_role(const Params& p, u8* mem, Lane me, int first_item, int it
     const int head = 32 * me.warp + me.lane;
     if (p.split == 1) {
       if (me.warp < 2) {
-        const int token = item / p.head_tiles, at = (item % p.head_tiles) * kHeads + head;
+        const int token = token_of(p, item), at = first_head(p, item) + head;
         const float sink = p.sink ? p.sink[at] : -kInfinity;
         s.floats(kSmemInverse)[(turn & 1) * kHeads + head] = inverse_sum(t.x, t.y, sink);
         p.lse[(i64)token * p.head_tiles * kHeads + at] = natural_lse(t.x, t.y);
