@@ -1,0 +1,195 @@
+"""Verdicts on tensors: equality, and rounding intervals that a bound may widen."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megabench.results.schema import StageResult
+
+Axes = tuple[str, ...]
+TOKEN_HEAD: Axes = ("token", "head")
+TOKEN_HEAD_DIM: Axes = ("token", "head", "dim")
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What judging one stage of one rank found. `worst` is error / bound; beyond 1 is wrong."""
+
+    stage: str
+    checked: int = 0
+    failed: int = 0
+    worst: float = 0.0
+    where: dict[str, Any] = field(default_factory=dict)
+    """The worst element: its place, what was written, golden's value, the bound."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """Legal but notable, e.g. ambiguous scale bytes."""
+    problem: str = ""
+    """Why the stage could not be judged element by element; a failure."""
+
+    @property
+    def ok(self) -> bool:
+        return not self.failed and not self.problem
+
+    def at(self, **place: Any) -> Judgement:
+        """With more said about where the worst element is."""
+        return replace(self, where={**place, **self.where}) if self.where else self
+
+    def result(self) -> StageResult:
+        """As a row of the run."""
+        return StageResult(
+            name=self.stage,
+            ok=self.ok,
+            checked=self.checked,
+            worst=self.worst,
+            message="" if self.ok else self._message(),
+            detail={**self.counts, "worst_element": self.where} if self.where else {**self.counts},
+        )
+
+    def _message(self) -> str:
+        if self.problem:
+            return self.problem
+        place = ", ".join(f"{key} {value}" for key, value in self.where.items())
+        return f"{self.failed} of {self.checked} wrong; worst at {place}"
+
+
+def merge(judgements: Iterable[Judgement]) -> list[Judgement]:
+    """One judgement a stage, in order of first appearance."""
+    merged: dict[str, Judgement] = {}
+    for new in judgements:
+        old = merged.get(new.stage)
+        merged[new.stage] = new if old is None else _both(old, new)
+    return list(merged.values())
+
+
+def _both(a: Judgement, b: Judgement) -> Judgement:
+    counts = {key: a.counts.get(key, 0) + b.counts.get(key, 0) for key in {**a.counts, **b.counts}}
+    return Judgement(
+        a.stage,
+        a.checked + b.checked,
+        a.failed + b.failed,
+        max(a.worst, b.worst),
+        b.where if b.worst > a.worst or not a.where else a.where,
+        counts,
+        a.problem or b.problem,
+    )
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Floats as integers of their width, so that equality means the same bits; integers as is."""
+    if not tensor.is_floating_point():
+        return tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.contiguous().view(kinds[tensor.element_size()])
+
+
+def judge_equal(
+    stage: str,
+    got: Tensor,
+    golden: Tensor,
+    axes: Axes,
+    mask: Tensor | None = None,
+    first: Sequence[int] = (),
+) -> Judgement:
+    """Exact stages: every element bit for bit, where `mask` (broadcast) holds."""
+    if got.shape != golden.shape:
+        return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
+    wrong = bits_of(got) != bits_of(golden)
+    ratio = torch.where(wrong, math.inf, 0.0)
+    return judge_ratio(stage, ratio, axes, mask, first, got=got, golden=golden)
+
+
+def judge_ratio(
+    stage: str,
+    ratio: Tensor,
+    axes: Axes,
+    mask: Tensor | None = None,
+    first: Sequence[int] = (),
+    counts: dict[str, int] | None = None,
+    **values: Tensor,
+) -> Judgement:
+    """Bounded stages: error / bound of every element must not exceed 1.
+
+    `first` is the index of element 0 along each leading axis; `values` are told of the worst one.
+    """
+    if mask is not None:
+        mask = mask.reshape(mask.shape + (1,) * (ratio.dim() - mask.dim())).expand(ratio.shape)
+        ratio = torch.where(mask, ratio, 0.0)
+        checked = int(mask.sum())
+    else:
+        checked = ratio.numel()
+    if not checked:
+        return Judgement(stage, counts=counts or {})
+    failed = int((~(ratio <= 1)).sum())
+    flat = int(torch.argmax(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).flatten()))
+    worst = float(ratio.flatten()[flat])
+    if worst == 0.0:
+        return Judgement(stage, checked, counts=counts or {})
+    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape)]
+    shift = [*first, *(0 for _ in index[len(first) :])]
+    where: dict[str, Any] = {
+        axis: i + base for axis, i, base in zip(axes, index, shift, strict=True)
+    }
+    where |= {
+        name: _number(value.expand(ratio.shape)[tuple(index)]) for name, value in values.items()
+    }
+    worst = math.inf if math.isnan(worst) else worst
+    return Judgement(stage, checked, failed, worst, where, counts or {})
+
+
+def _number(value: Tensor) -> float | int:
+    return float(value) if value.is_floating_point() else int(value)
+
+
+def ratio_of(excess: Tensor, bound: Tensor) -> Tensor:
+    """How far outside its allowance, in bounds: 0 inside; inf beyond a zero bound or for NaN."""
+    ratio = torch.where(excess <= 0, 0.0, excess / bound)
+    return torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf)
+
+
+def outside(golden: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    """Distance of golden values from the interval [low, high], 0 within; NaN stays NaN."""
+    return torch.maximum(low - golden, golden - high).clamp(min=0)
+
+
+def bf16_interval(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Ends (float32) of the reals that round to each bf16 value; NaN for what is not finite.
+
+    The ends are midpoints to the neighbours, so below a power of two the interval is half as wide.
+    Zero of either sign takes both its neighbours' halves.
+    """
+    bits = value.contiguous().view(torch.int16).int()
+    magnitude = bits & 0x7FFF
+
+    def at(code: Tensor) -> Tensor:
+        return (code << 16).view(torch.float32)
+
+    here = at(magnitude)
+    high = here + (at(magnitude + 1) - here) / 2
+    low = torch.where(magnitude == 0, -high, here - (here - at((magnitude - 1).clamp(min=0))) / 2)
+    finite = magnitude < 0x7F80
+    low, high = torch.where(finite, low, torch.nan), torch.where(finite, high, torch.nan)
+    negative = bits < 0
+    return torch.where(negative, -high, low), torch.where(negative, -low, high)
+
+
+def judge_bf16(
+    stage: str,
+    got: Tensor,
+    golden: Tensor,
+    bound: Tensor,
+    axes: Axes,
+    first: Sequence[int] = (),
+) -> Judgement:
+    """A bf16 is right when its rounding interval, widened by `bound`, contains golden's value."""
+    if got.shape != golden.shape:
+        return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
+    if got.dtype != torch.bfloat16:
+        return Judgement(stage, problem=f"{got.dtype}, expected torch.bfloat16")
+    ratio = ratio_of(outside(golden, *bf16_interval(got)), bound)
+    return judge_ratio(stage, ratio, axes, first=first, got=got, golden=golden, bound=bound)

@@ -1,0 +1,181 @@
+"""Validating cases: every rank's step judged stage by stage, one result row a case."""
+
+from __future__ import annotations
+
+import gc
+import shlex
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from megabench.backends import BackendError
+from megabench.cases import Case
+from megabench.geometry import Geometry, topology_problem
+from megabench.results.schema import CaseResult, StageResult, Status
+from megabench.results.store import RunFolder
+from megabench.validate.chain import chain_error
+from megabench.validate.guards import Inputs, canaries, repeatable
+from megabench.validate.judgement import Judgement, merge
+from megabench.validate.memory import memory_problem
+from megabench.validate.stages import Evidence, judge_rank, load, projection, sign_test, tp_sum
+from megabench.validate.step import POISONS, RankRun, run_step
+from megabench.validate.store import Store
+from megabench.validate.trace import EINSUM
+from megabench.validate.truth import Truth, truth_of
+from megabench.workload import Workload, bind, build_workload
+
+Progress = Callable[[CaseResult], None]
+
+
+class SkippedError(Exception):
+    """A case that cannot run here; the message is the reason."""
+
+
+def skip_reason(case: Case, backend_name: str, store: Store) -> str | None:
+    """Why a case cannot be validated on this backend, model, device or memory; None when it can."""
+    geometry = Geometry.load(case.model)
+    problem = topology_problem(geometry, case.tp)
+    if problem:
+        return problem
+    try:
+        backend = store.backend(backend_name, case.page_layout)
+    except BackendError as error:
+        return str(error)
+    support = backend.wrapped.supports(geometry, store.device, case.record)
+    if not support.ok:
+        return support.reason or f"backend {backend_name} does not support it"
+    return memory_problem(case, geometry, store.device)
+
+
+def validate_case(
+    case: Case, backend_name: str, device: torch.device, store: Store | None = None
+) -> list[StageResult]:
+    """Every stage of one case, over all TP ranks and their sum.
+
+    SkippedError when it cannot run here; whatever a backend raises passes through.
+    """
+    store = store or Store(device)
+    reason = skip_reason(case, backend_name, store)
+    if reason:
+        raise SkippedError(reason)
+    workloads = [build_workload(case, device, poison.cache) for poison in POISONS]
+    truth = truth_of(workloads[0])
+    golden = store.model(case.model).golden
+    found: list[Judgement] = []
+    latents: list[Tensor] = []
+    outputs: list[Tensor] = []
+    for rank in range(case.tp):
+        evidence, judged = _judge_rank(workloads, truth, backend_name, rank, store)
+        found += [judgement.at(rank=rank) for judgement in judged]
+        outputs.append(evidence.run.output)
+        if evidence.run.of(EINSUM):
+            latents.append(projection.latent(evidence))
+    stages = [sign_test(j) if j.stage == "rounding_direction" else j for j in merge(found)]
+    if case.tp > 1 and len(latents) == case.tp:
+        stages.append(tp_sum(latents, outputs, golden.prepared.wo_b))
+    results = [stage.result() for stage in stages]
+    return [*results, chain_error(truth, golden, outputs)]
+
+
+def _judge_rank(
+    workloads: Sequence[Workload], truth: Truth, backend_name: str, rank: int, store: Store
+) -> tuple[Evidence, list[Judgement]]:
+    """One rank's step: every stage. On one rank of the case, again over other poison: the live
+    bytes of both runs compared."""
+    first, second = workloads
+    case = first.case
+    layer = store.layer(first, backend_name, rank)
+    backend = store.backend(backend_name, case.page_layout)
+    golden = store.model(case.model).golden
+    inputs = Inputs(first)
+    run = run_step(layer, backend, first, rank, POISONS[0])
+    unchanged = inputs.unchanged(run)
+    quantized = golden.quantized.shard(case.tp, rank)
+    rotation = load.rotation(run, truth)
+
+    def evidence_of(some: RankRun) -> Evidence:
+        return Evidence(
+            some,
+            truth,
+            quantized,
+            golden.shard(case.tp, rank, first.attn_sink),
+            load.table_for(some, truth, rotation.ok),
+            store.dtype,
+        )
+
+    evidence = evidence_of(run)
+    found = [rotation, store.judge_weights(run, quantized), *judge_rank(evidence)]
+    found += [canaries(run), unchanged]
+    if rank == int(case.hash, 16) % case.tp:
+        bind(layer, second)
+        again = run_step(layer, backend, second, rank, POISONS[1])
+        found += [canaries(again), repeatable(evidence, evidence_of(again))]
+    return evidence, found
+
+
+def run_validate(
+    cases: Sequence[Case],
+    backend_names: Sequence[str],
+    device: torch.device,
+    folder: RunFolder,
+    progress: Progress | None = None,
+    *,
+    source: str = "",
+    seed: int = 0,
+) -> int:
+    """Validate every case on every backend, appending a row for each.
+
+    Returns the exit code: 1 when any case is wrong or a backend failed, else 0. Cases are taken in
+    an order that shares weights. `source` is the case file as the user named it, for the command
+    that repeats a case; `seed` chooses the weights.
+    """
+    wrong = False
+    for name in backend_names:
+        store = Store(device, layer_seed=seed)
+        for case in sorted(cases, key=lambda case: (case.model, case.page_layout, case.tp)):
+            row = examine(case, name, device, store, source)
+            wrong |= row.status in ("failed", "error")
+            folder.append(row)
+            if progress is not None:
+                progress(row)
+    return int(wrong)
+
+
+def examine(
+    case: Case, backend_name: str, device: torch.device, store: Store, source: str = ""
+) -> CaseResult:
+    """One case's row: passed, failed, skipped with its reason, or the error that ended it."""
+    start = time.perf_counter()
+    stages: list[StageResult] = []
+    status: Status
+    try:
+        stages = validate_case(case, backend_name, device, store)
+        wrong = [stage for stage in stages if stage.verdict and not stage.ok]
+        status = "failed" if wrong else "passed"
+        reason = f"{wrong[0].name}: {wrong[0].message}" if wrong else ""
+    except SkippedError as skipped:
+        status, reason = "skipped", str(skipped)
+    except Exception as error:
+        status, reason = "error", " ".join(f"{type(error).__name__}: {error}".split())
+        gc.collect()
+    return CaseResult(
+        suite=case.suite,
+        case_id=case.id,
+        case_hash=case.hash,
+        case=case.model_dump(mode="json"),
+        backend=backend_name,
+        status=status,
+        reason=reason,
+        tokens=case.num_tokens,
+        stages=stages,
+        seconds=time.perf_counter() - start,
+        repro=_command(case, backend_name, device, source, store.layer_seed),
+    )
+
+
+def _command(case: Case, backend_name: str, device: torch.device, source: str, seed: int) -> str:
+    words = ["megabench", "validate", "--cases", source or case.suite, "--case", case.id]
+    words += ["--backend", backend_name, "--device", str(device)]
+    return shlex.join([*words, "--seed", str(seed)] if seed else words)

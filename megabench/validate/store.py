@@ -1,0 +1,119 @@
+"""What the cases of a run share: backends, checkpoint and golden weights, finalized layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from megabench.backends import get_backend
+from megabench.cases.case import read_model_config
+from megabench.formats import PageLayout
+from megabench.geometry import Geometry
+from megabench.layer import DeepseekV4MegaAttnAttention
+from megabench.validate.golden import GoldenWeights
+from megabench.validate.guards import fingerprint
+from megabench.validate.judgement import Judgement
+from megabench.validate.stages import load
+from megabench.validate.step import RankRun
+from megabench.validate.trace import EINSUM, LINEAR, TracingBackend
+from megabench.workload import Workload, bind, build_weights, make_layer
+from reference.layer import Weights
+from reference.model import from_config
+
+
+@dataclass(frozen=True)
+class _Model:
+    geometry: Geometry
+    checkpoint: dict[str, Tensor]
+    golden: GoldenWeights
+
+
+@dataclass(frozen=True)
+class _JudgedWeights:
+    fingerprints: tuple[int, ...]
+    judgement: Judgement
+
+
+class Store:
+    """Kept from case to case: one model's weights, and one set of ranks' finalized layers.
+
+    Only the last model and the last (backend, page layout, TP size) are held, so a run should go
+    through cases in that order. `layer_seed` chooses the random weights.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        layer_seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.device = device
+        self.layer_seed = layer_seed
+        self.dtype = dtype
+        self._model: tuple[str, _Model] | None = None
+        self._backends: dict[tuple[str, str], TracingBackend] = {}
+        self._layers_of: tuple[str, str, str, int] | None = None
+        self._layers: dict[int, DeepseekV4MegaAttnAttention] = {}
+        self._weights: dict[int, _JudgedWeights] = {}
+
+    def backend(self, name: str, layout: PageLayout) -> TracingBackend:
+        """The traced backend of a name or spec; BackendError when there is none."""
+        key = name, layout
+        if key not in self._backends:
+            self._backends[key] = TracingBackend(get_backend(name, layout))
+        return self._backends[key]
+
+    def model(self, name: str) -> _Model:
+        """Checkpoint and golden weights of a model."""
+        if self._model is None or self._model[0] != name:
+            self._forget_layers(None)
+            self._model = None
+            geometry = Geometry.load(name)
+            checkpoint = build_weights(geometry, self.layer_seed, self.device)
+            model = from_config(read_model_config(name))
+            golden = GoldenWeights.of(checkpoint, model, self.dtype)
+            self._model = name, _Model(geometry, checkpoint, golden)
+        return self._model[1]
+
+    def _forget_layers(self, group: tuple[str, str, str, int] | None) -> None:
+        self._layers_of = group
+        self._layers.clear()
+        self._weights.clear()
+
+    def layer(
+        self, workload: Workload, backend_name: str, rank: int
+    ) -> DeepseekV4MegaAttnAttention:
+        """One rank's layer with the case's caches and sinks; its linears are shared by cases."""
+        case = workload.case
+        model = self.model(case.model)
+        group = case.model, backend_name, case.page_layout, case.tp
+        if self._layers_of != group:
+            self._forget_layers(group)
+        backend = self.backend(backend_name, case.page_layout)
+        first = self._layers.get(rank)
+        if first is None:
+            first = make_layer(workload, backend.as_backend(), model.checkpoint, rank)
+            self._layers[rank] = first
+        config = replace(
+            first.config,
+            compress_ratio=case.compress_ratio,
+            kv_cache_dtype=case.kv_cache,
+            max_model_len=workload.max_model_len,
+            max_num_batched_tokens=workload.max_num_batched_tokens,
+        )
+        layer = DeepseekV4MegaAttnAttention(config)
+        layer.adopt_linears(first, workload.attn_sink)
+        bind(layer, workload)
+        return layer
+
+    def judge_weights(self, run: RankRun, golden: Weights) -> Judgement:
+        """The weights stage; what an earlier case of the same bytes found is found again."""
+        given = [t for call in run.of(LINEAR) for t in (call.args["w"], call.args["sw"])]
+        given += [t for call in run.of(EINSUM) for t in call.args["w"]]
+        now = tuple(fingerprint(t) for t in given)
+        known = self._weights.get(run.rank)
+        if known is None or known.fingerprints != now:
+            known = self._weights[run.rank] = _JudgedWeights(now, load.weights(run, golden))
+        return known.judgement

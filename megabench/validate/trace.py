@@ -1,0 +1,144 @@
+"""Watching a backend: every op call, its arguments, and copies of every byte it gave back.
+
+A step reuses its memory (the workspace of a prefill chunk is the next chunk's), so what will be
+judged is copied the moment it exists.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor
+
+from megabench.backends.base import Backend
+
+DECODE = "fused_norm_rope_attn_rope_cast_decode"
+PREFILL = "fused_norm_rope_attn_rope_cast_fwd"
+PAD_AND_INSERT = "pad_q_and_insert_kv"
+INSERT_COMPRESSED = "insert_compressed"
+GATHER = "dequantize_and_gather_k_cache"
+GLOBAL_TOPK = "compute_global_topk_indices_and_lens"
+COMBINE = "combine_topk_swa_indices"
+EINSUM = "fp8_einsum"
+LINEAR = "linear"
+
+
+@dataclass(frozen=True)
+class _Op:
+    """Which arguments of an op to copy as it sees them, and which it writes."""
+
+    reads: tuple[str, ...] = ()
+    caches: tuple[str, ...] = ()
+    """Written in place; their whole storage is copied, page padding included."""
+    writes: tuple[str, ...] = ()
+
+
+OPS: dict[str, _Op] = {
+    LINEAR: _Op(),
+    PAD_AND_INSERT: _Op(caches=("swa_cache",)),
+    INSERT_COMPRESSED: _Op(caches=("cache",)),
+    GATHER: _Op(),
+    GLOBAL_TOPK: _Op(),
+    COMBINE: _Op(),
+    DECODE: _Op(
+        reads=("indices", "topk_length", "extra_indices", "extra_topk_length"),
+        writes=("out_fp8", "out_sf"),
+    ),
+    PREFILL: _Op(reads=("kv", "indices", "topk_length"), writes=("out_fp8", "out_sf")),
+    EINSUM: _Op(writes=("out",)),
+    "permute_q_b_proj": _Op(),
+    "permute_wv_proj": _Op(),
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """One op call. `args` are the tensors themselves, by the protocol's parameter names."""
+
+    op: str
+    args: dict[str, Any]
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """Copies of inputs that live in reused memory, taken before the call."""
+    returned: tuple[Tensor, ...] = ()
+    """What it returned, the tensors themselves."""
+    results: tuple[Tensor, ...] = ()
+    """Copies of what it returned."""
+    after: dict[str, Tensor] = field(default_factory=dict)
+    """Copies of the buffers it wrote."""
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """All elements of the storage behind a tensor, 1-D, sharing memory."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.as_strided((count,), (1,), 0)
+
+
+def snapshot(tensor: Tensor) -> Tensor:
+    """A copy of a tensor with its storage, strides and offset: bytes between its elements too."""
+    copied = whole(tensor).clone()
+    return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _copies(args: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
+    return {name: args[name].clone() for name in names if isinstance(args.get(name), Tensor)}
+
+
+def _tensors(result: Any) -> tuple[Tensor, ...]:
+    if result is None:
+        return ()
+    return (result,) if isinstance(result, Tensor) else tuple(result)
+
+
+class TracingBackend:
+    """A backend that behaves like the one it wraps and records the ops called while `recording`.
+
+    With `copies=False` only the arguments are kept: enough to call an op again, and cheap.
+    """
+
+    def __init__(self, backend: Backend, copies: bool = True) -> None:
+        self.wrapped = backend
+        self.copies = copies
+        self._calls: list[Call] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.wrapped, name)
+        return self._recorded(name, found) if name in OPS else found
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Call]]:
+        """Collect the calls made inside, in order."""
+        calls: list[Call] = []
+        self._calls = calls
+        try:
+            yield calls
+        finally:
+            self._calls = None
+
+    def as_backend(self) -> Backend:
+        """Itself, typed as what it stands in for."""
+        return cast(Backend, self)
+
+    def _recorded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(getattr(Backend, name))
+
+        def call(*positional: Any, **named: Any) -> Any:
+            if self._calls is None:
+                return method(*positional, **named)
+            bound = signature.bind(self, *positional, **named)
+            bound.apply_defaults()
+            args = {key: value for key, value in bound.arguments.items() if key != "self"}
+            op = OPS[name] if self.copies else _Op()
+            before = _copies(args, op.reads)
+            result = method(*positional, **named)
+            returned = _tensors(result)
+            after = _copies(args, op.writes)
+            after |= {cache: snapshot(args[cache]) for cache in op.caches}
+            results = tuple(t.clone() for t in returned) if self.copies else ()
+            self._calls.append(Call(name, args, before, returned, results, after))
+            return result
+
+        return call
