@@ -6,8 +6,9 @@ from megabench.version import __version__
 
 if TYPE_CHECKING:
     from megabench.backends import get_backend
+    from megabench.flashmla_ops import register_flashmla_ops
 
-__all__ = ["__version__", "get_backend"]
+__all__ = ["__version__", "get_backend", "register_flashmla_ops"]
 
 
 def __getattr__(name: str) -> Any:
@@ -16,4 +17,8 @@ def __getattr__(name: str) -> Any:
         from megabench.backends import get_backend
 
         return get_backend
+    if name == "register_flashmla_ops":
+        from megabench.flashmla_ops import register_flashmla_ops
+
+        return register_flashmla_ops
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

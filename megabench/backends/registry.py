@@ -18,6 +18,7 @@ ENTRY_POINT_GROUP = "megabench.backends"
 AUTO = "auto"
 BUILT_IN: dict[str, str] = {
     "torch": "megabench.backends.torch_eager:TorchBackend",
+    "flashmla": "megabench.backends.flashmla:FlashmlaBackend",
 }
 """Name to spec, slowest first; `auto` takes the last supported one."""
 
