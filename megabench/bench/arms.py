@@ -11,8 +11,6 @@ from megabench.backends import Backend
 from megabench.bench.calls import OpCall, clone_calls, prepare_weights, record_step
 from megabench.bench.measure import Arm
 from megabench.bench.ops import (
-    PARTS,
-    STEP,
     StepOp,
     input_of,
     run_calls,
@@ -24,6 +22,7 @@ from megabench.bench.recheck import Copy
 from megabench.bench.rotation import storages
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.metadata import forward_context
+from megabench.results.names import PARTS, STEP
 from megabench.workload import Workload, make_layer
 
 Layer = DeepseekV4MegaAttnAttention

@@ -24,23 +24,7 @@ import torch
 
 from megabench.bench.calls import OpCall, tensors_of
 from megabench.bench.work import Work, op_work, step_work, traffic_of
-
-STEP = "step"
-OP_ORDER = (
-    "wq_b",
-    "pad_insert",
-    "compressed_insert",
-    "prefill_gather",
-    "prefill_attention",
-    "prefill",
-    "global_topk",
-    "decode_attention",
-    "wo_a",
-    "wo_b",
-    STEP,
-)
-PARTS = ("prefill_gather", "prefill_attention")
-"""Ops that are part of another one: left out where times are added up."""
+from megabench.results.names import OP_ORDER, PARTS
 
 _SINGLE = {
     "pad_q_and_insert_kv": "pad_insert",

@@ -18,12 +18,12 @@ from megabench.backends import Backend, BackendError, choose_backend, get_backen
 from megabench.bench.arms import LayerPool, step_arms
 from megabench.bench.ceilings import load_ceilings
 from megabench.bench.measure import Arm, Bench, measure
-from megabench.bench.ops import OP_ORDER
 from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
 from megabench.bench.telemetry import make_probe
 from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Measurement, RunFolder, StageResult, Status
+from megabench.results.names import OP_ORDER
 from megabench.workload import build_weights, build_workload, obstacle
 
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
