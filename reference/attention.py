@@ -4,12 +4,15 @@ Each value comes with a bound on what rounding allows; probabilities are not rou
 implementation's are. With S = Σ|q||k| (by block norms), a score may err by δ = scale · γ(512) · S,
 plus scale · |Δq||k| where a RoPE'd q lies so near a bf16 tie that it may round either way. Then
 
-    |o - golden| <= (2^-8 + n · 2^-22 + max δ + sink term) · Σ p|v| · sink factor
+    |o - golden| <= (2^-8 + n · 2^-22 + exp(2 max δ) - 1 + sink term) · Σ p|v| · sink factor
+                    + 2^-126 · n · (1 + max |v|)
 
 per dim before the inverse RoPE, which mixes the bounds of a pair through |cos| and |sin|: 2^-8 is
 the bf16 rounding of p, n · 2^-22 an fp32 accumulation over n rows by tensor cores, and the sink
 term what fp32 makes of sink - lse in 1 / (1 + exp(sink - lse)). δ rests on S, not on max |score|:
-when large products cancel, scores are small and their errors are not.
+when large products cancel, scores are small and their errors are not; it counts twice, in a row's
+own exponential and in the sum that divides it. The last line is underflow: a probability or a
+product below the least normal number may vanish.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from .rope import FP32_SLACK, ROPE_DIM, on_rope_dims, rotate, rotated_magnitude,
 from .rows import Rows
 
 CHUNK_BYTES = 192 << 20
+LEAST_NORMAL = 2.0**-126
+"""Of bf16 and float32; an implementation may flush what is smaller."""
 
 
 class Attended(NamedTuple):
@@ -111,9 +116,11 @@ def _attend_chunk(
         sums = values.shape[1] * 2.0**-22 * own_share(dtype)
         reach = torch.where(sinks.isfinite(), sinks, 0).abs() + finite_lse.abs()
         sink_term = (1 - factor) * reach * 2.0**-22
-        relative = BF16_ROUNDOFF + 2.0**-22 + sums + delta + sink_term.float()
+        relative = BF16_ROUNDOFF + 2.0**-22 + sums + torch.expm1(2 * delta) + sink_term.float()
         spread = torch.bmm(p.float(), rows.abs_())
         bound = spread.mul_((relative * factor.float())[..., None])
+        lost = LEAST_NORMAL + LEAST_NORMAL * rows.amax(1, keepdim=True)
+        bound += values.shape[1] * lost
         if sums_rounded_p:
             bound += BF16_ROUNDOFF * o.abs().float()
         turned = rotated_magnitude(bound[..., -ROPE_DIM:], cos_sin)
