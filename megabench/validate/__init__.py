@@ -6,7 +6,7 @@ docs/validation.md.
 """
 
 from megabench.validate.runner import (
-    SkippedError,
+    Skipped,
     examine,
     run_validate,
     skip_reason,
@@ -17,7 +17,7 @@ from megabench.validate.trace import Call, TracingBackend
 
 __all__ = [
     "Call",
-    "SkippedError",
+    "Skipped",
     "Store",
     "TracingBackend",
     "examine",

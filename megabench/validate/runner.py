@@ -29,7 +29,7 @@ from megabench.workload import Workload, bind, build_workload
 Progress = Callable[[CaseResult], None]
 
 
-class SkippedError(Exception):
+class Skipped(Exception):  # noqa: N818 - it is no error
     """A case that cannot run here; the message is the reason."""
 
 
@@ -54,12 +54,12 @@ def validate_case(
 ) -> list[StageResult]:
     """Every stage of one case, over all TP ranks and their sum.
 
-    SkippedError when it cannot run here; whatever a backend raises passes through.
+    Skipped when it cannot run here; whatever a backend raises passes through.
     """
     store = store or Store(device)
     reason = skip_reason(case, backend_name, store)
     if reason:
-        raise SkippedError(reason)
+        raise Skipped(reason)
     workloads = [build_workload(case, device, poison.cache) for poison in POISONS]
     truth = truth_of(workloads[0])
     golden = store.model(case.model).golden
@@ -155,7 +155,7 @@ def examine(
         wrong = [stage for stage in stages if stage.verdict and not stage.ok]
         status = "failed" if wrong else "passed"
         reason = f"{wrong[0].name}: {wrong[0].message}" if wrong else ""
-    except SkippedError as skipped:
+    except Skipped as skipped:
         status, reason = "skipped", str(skipped)
     except Exception as error:
         status, reason = "error", " ".join(f"{type(error).__name__}: {error}".split())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megabench.backends import get_backend
+from megabench.backends import Backend, get_backend
 from megabench.cases.case import read_model_config
 from megabench.formats import PageLayout
 from megabench.geometry import Geometry
@@ -64,6 +64,10 @@ class Store:
         if key not in self._backends:
             self._backends[key] = TracingBackend(get_backend(name, layout))
         return self._backends[key]
+
+    def add_backend(self, name: str, backend: Backend) -> None:
+        """Use an object of the caller's under a name, for the page layout it has."""
+        self._backends[name, backend.page_layout] = TracingBackend(backend)
 
     def model(self, name: str) -> _Model:
         """Checkpoint and golden weights of a model."""

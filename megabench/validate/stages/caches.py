@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,8 @@ from megabench.validate.judgement import Judgement, judge_equal, judge_ratio, me
 from megabench.validate.stages.evidence import Evidence, UnobservedError, missing
 from megabench.validate.trace import INSERT_COMPRESSED, PAD_AND_INSERT, snapshot, whole
 from reference.cache import InsertedRows, acceptable
-from reference.records import read_record, unpack, write_record
+from reference.quantize import spread
+from reference.records import read_record, record_of, unpack, write_record
 
 
 def swa_cache(evidence: Evidence) -> Judgement:
@@ -22,8 +25,13 @@ def swa_cache(evidence: Evidence) -> Judgement:
     if not _same_memory(call.args["swa_cache"], evidence.run.swa_cache):
         return Judgement("swa_cache", problem="the insertion was given another cache")
     expected = truth.inserted(False, evidence.table)
-    return _judge(
-        "swa_cache", evidence, evidence.swa_after, work.swa_cache, truth.swa_slots, expected
+    return judge_insertion(
+        "swa_cache",
+        truth.layout,
+        evidence.swa_after,
+        work.swa_cache,
+        truth.swa_slots,
+        expected,
     )
 
 
@@ -43,9 +51,9 @@ def compressed_cache(evidence: Evidence) -> Judgement:
     if bound is None or not _same_memory(call.args["cache"], bound):
         return Judgement(stage, problem="the insertion was given another cache")
     expected = truth.inserted(True, evidence.table)
-    return _judge(
+    return judge_insertion(
         stage,
-        evidence,
+        truth.layout,
         evidence.compressed_after,
         work.compressed_cache,
         truth.compressed_slots,
@@ -57,28 +65,29 @@ def _same_memory(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.stride(0) == b.stride(0) and len(a) == len(b)
 
 
-def _judge(
-    stage: str,
-    evidence: Evidence,
-    after: Tensor,
-    before: Tensor,
-    slots: Tensor,
-    expected: InsertedRows,
+def judge_insertion(
+    stage: str, layout: str, after: Tensor, before: Tensor, slots: Tensor, expected: InsertedRows
 ) -> Judgement:
-    layout = evidence.truth.layout
+    """A cache's bytes after an insertion of `expected` rows into `slots` (-1 writes nothing).
+
+    `after` and `before` are whole caches; legal choices of another code at a tie are counted.
+    """
     named = slots >= 0
     written = read_record(after, slots.clamp(min=0), layout) if len(after) else expected.bytes
     good = acceptable(expected, written)
-    got, golden = unpack(written)[0], unpack(expected.bytes)[0]
+    group = record_of(after.shape[-1]).group
+    (got, got_scale), (golden, golden_scale) = unpack(written), unpack(expected.bytes)
     flips = int(((got != golden) & good & named[:, None]).sum())
     rows = judge_ratio(
         stage,
-        torch.where(good, 0.0, torch.inf),
+        torch.where(good, 0.0, math.inf),
         ("token", "dim"),
         mask=named,
         counts={"ties": flips},
         got=got,
         golden=golden,
+        got_scale=spread(got_scale, group),
+        golden_scale=spread(golden_scale, group),
         slot=slots[:, None],
     )
     return merge((rows, _untouched(stage, after, before, slots, layout)))[0]
