@@ -11,12 +11,15 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from megabench.cases import Case, CaseError, Suite, load_suite, nearest, packaged_suites
 from megabench.version import __version__
+
+if TYPE_CHECKING:
+    from megabench.runs import Request
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 EXIT_WRONG, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
@@ -125,7 +128,7 @@ def validate(**options: Any) -> None:
     """Compare every stage of every case with the golden model; exit 1 when any is wrong."""
     from megabench.runs import validate_cases
 
-    sys.exit(validate_cases(**_resolved(options, "ci")))
+    sys.exit(validate_cases(_request("validate", "ci", **options)))
 
 
 @cli.command()
@@ -135,18 +138,29 @@ def bench(no_validate: bool, **options: Any) -> None:
     """Check, then time, every op and the whole step; ends with the path of an HTML report."""
     from megabench.runs import bench_cases
 
-    sys.exit(bench_cases(check=not no_validate, **_resolved(options, None)))
+    sys.exit(bench_cases(_request("bench", None, **options), check=not no_validate))
 
 
-def _resolved(options: dict[str, Any], default_suite: str | None) -> dict[str, Any]:
-    """Options with the device found, the suite loaded and the backends split."""
-    from megabench.runs import find_device, suite_for
+def _request(
+    command: str,
+    default_suite: str | None,
+    *,
+    suite: str | None,
+    pattern: str,
+    seed: int | None,
+    backends: str,
+    device: str | None,
+    out: str,
+    as_json: bool,
+) -> Request:
+    """The run asked for, with device, cases, models and backends found; nothing is written yet."""
+    from megabench.runs import Request, find_device, resolve_backends, suite_for
 
-    device = find_device(options.pop("device"))
-    name = options.pop("suite") or default_suite or suite_for(device)
-    suite, cases = chosen_cases(name, options.pop("pattern"), options["seed"])
-    backends = [part.strip() for part in options.pop("backends").split(",")]
-    return {**options, "device": device, "suite": suite, "cases": cases, "backends": backends}
+    where = find_device(device)
+    loaded, cases = chosen_cases(suite or default_suite or suite_for(where), pattern, seed)
+    names = [name.strip() for name in backends.split(",")]
+    found = resolve_backends(names, cases, where)
+    return Request(command, loaded, cases, found, where, out, seed, as_json)
 
 
 @cli.command()

@@ -82,24 +82,15 @@ class Request:
         return shlex.join(words if self.seed is None else [*words, "--seed", str(self.seed)])
 
 
-def check_request(
-    command: str,
-    suite: Suite,
-    cases: list[Case],
-    backends: Sequence[str],
-    device: torch.device,
-    out: str,
-    seed: int | None,
-    as_json: bool,
-) -> Request:
-    """Find every model and backend before anything is written; `auto` becomes a name.
+def resolve_backends(names: Sequence[str], cases: list[Case], device: torch.device) -> list[str]:
+    """Backends by name, each found once; `auto` becomes the fastest one that serves the first case.
 
-    GeometryError or BackendError in one line otherwise.
+    Reads every case's model too, so that GeometryError or BackendError comes before any writing.
     """
     geometries = {case.model: Geometry.load(case.model) for case in cases}
-    names = [_backend_name(name, geometries[cases[0].model], cases[0], device) for name in backends]
-    unique = list(dict.fromkeys(names))
-    return Request(command, suite, cases, unique, device, out, seed, as_json)
+    first = cases[0]
+    found = [_backend_name(name, geometries[first.model], first, device) for name in names]
+    return list(dict.fromkeys(found))
 
 
 def _backend_name(name: str, geometry: Geometry, case: Case, device: torch.device) -> str:
@@ -170,11 +161,10 @@ def _opened(request: Request) -> Iterator[tuple[RunFolder, Watch]]:
             _say(line)
 
 
-def validate_cases(**options: object) -> int:
+def validate_cases(request: Request) -> int:
     """Validate cases against the golden model -> exit code."""
     from megabench.validate import run_validate
 
-    request = check_request("validate", **options)  # type: ignore[arg-type]
     with _opened(request) as (folder, watch):
         run_validate(
             request.cases,
@@ -189,11 +179,10 @@ def validate_cases(**options: object) -> int:
     return _exit_code(folder.path)
 
 
-def bench_cases(check: bool, **options: object) -> int:
-    """Check and time cases, write the report -> exit code."""
+def bench_cases(request: Request, check: bool) -> int:
+    """Check (unless told not to) and time cases, write the report -> exit code."""
     from megabench.bench.runner import BenchRun
 
-    request = check_request("bench", **options)  # type: ignore[arg-type]
     with _opened(request) as (folder, watch):
         run = BenchRun(
             folder=folder,

@@ -176,6 +176,9 @@ def test_validate_passes_right_cases_and_keeps_their_rows(call: Call, tmp_path: 
     assert kept.end.exit_code == 0
     assert "1 passed" in err
     assert latest_run(tmp_path / "runs") == run_folder
+    code, out, _ = call("report", str(run_folder))
+    assert (code, out) == (0, f"{run_folder / 'report.html'}\n")
+    assert "r2-fp8-tp8-2q1s300" in (run_folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("name", "status"), [("Negated", "failed"), ("Broken", "error")])
