@@ -58,7 +58,7 @@ def latency(measurements: pd.DataFrame) -> Figured | None:
             finish(axis, titles[op], "query tokens of the step (s_q)", "median time")
         handles, labels = _legend(axes)
         figure.legend(handles, labels, loc="outside lower center", ncols=2)
-        svg = to_svg(figure)
+        svg = to_svg(figure, "latency")
     caption = (
         "Median with its 95 % bootstrap interval. Lines join cases that differ in s_q and length "
         "alone; markers tell decode, prefill and mixed steps apart."
@@ -171,10 +171,11 @@ def heat_map(measurements: pd.DataFrame) -> Figured | None:
                 index="row", columns="batch", values="roofline_fraction", aggfunc="median"
             )
             _heat_panel(axis, table.reindex(index=rows, columns=batches).to_numpy(float), top)
-            axis.set_yticks(range(len(rows)), rows)
-            axis.set_xticks(range(len(batches)), batches, rotation=40, ha="right")
+            axis.set_yticks(np.arange(len(rows)) + 0.5, rows)
+            axis.set_xticks(np.arange(len(batches)) + 0.5, batches, rotation=40, ha="right")
+            axis.invert_yaxis()
             axis.set_title(backend)
-        svg = to_svg(figure)
+        svg = to_svg(figure, "heat")
     caption = (
         "Least possible time at the ceilings measured in this run over the median time, in "
         "percent; higher is better. Empty cells were not measured."
@@ -184,12 +185,12 @@ def heat_map(measurements: pd.DataFrame) -> Figured | None:
 
 def _heat_panel(axis: Axes, values: np.ndarray[Any, np.dtype[np.float64]], top: float) -> None:
     """One backend's cells, coloured on a scale from 0 to `top` that all panels share."""
-    axis.imshow(np.clip(values / top, 0, 1), cmap="cividis", vmin=0, vmax=1, aspect="auto")
+    axis.pcolormesh(np.clip(values / top, 0, 1), cmap="cividis", vmin=0, vmax=1)
     for (i, j), value in np.ndenumerate(values):
         if np.isfinite(value):
             shade = "#000000" if value / top > 0.55 else "#ffffff"
             label = percent(float(value)).replace(" %", "")
-            axis.text(j, i, label, ha="center", va="center", color=shade, fontsize=8)
+            axis.text(j + 0.5, i + 0.5, label, ha="center", va="center", color=shade, fontsize=8)
     axis.grid(False)
     axis.tick_params(length=0)
     for spine in axis.spines.values():
@@ -235,7 +236,7 @@ def roofline(measurements: pd.DataFrame, ceilings: Ceilings | None) -> Figured |
         axis.minorticks_off()
         finish(axis, "", "FLOP per compulsory byte", "achieved")
         figure.legend(*_legend([axis]), loc="outside right upper")
-        svg = to_svg(figure)
+        svg = to_svg(figure, "roofline")
     caption = (
         "Each point is one op of one case. Roofs: solid, measured in this run; dashed, the "
         "datasheet. FLOPs and bytes are counted from the index lists."
@@ -296,7 +297,7 @@ def breakdown(measurements: pd.DataFrame) -> Figured | None:
         axis.tick_params(length=0)
         handles = [Patch(color=palette[op]) for op in ops]
         figure.legend(handles, ops, loc="outside upper center", ncols=min(len(ops), 4))
-        svg = to_svg(figure)
+        svg = to_svg(figure, "breakdown")
     cut = f" The first {MAX_BARS} of {len(keys)} cases." if len(keys) > MAX_BARS else ""
     caption = f"At the right: sum of the ops / the whole step as timed.{cut}"
     return Figured(svg, "Where the step's time goes", caption)

@@ -67,8 +67,9 @@ def styled(name: str) -> Iterator[None]:
         yield
 
 
-def to_svg(figure: Figure) -> str:
-    """The figure as an inline `<svg>`: at most its natural width, no date, page colours."""
+def to_svg(figure: Figure, name: str) -> str:
+    """The figure as an inline `<svg>`: at most its natural width, no date, page colours, and ids
+    that start with `name`, since a page holds several figures."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     text = buffer.getvalue()
@@ -81,6 +82,12 @@ def to_svg(figure: Figure) -> str:
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf"\1 {sized}", text, count=1)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)
+    for found in dict.fromkeys(re.findall(r' id="([^"]*)"', text)):
+        if f"#{found}" in text:
+            text = text.replace(f'id="{found}"', f'id="{name}-{found}"')
+            text = re.sub(rf"#{found}\b", f"#{name}-{found}", text)
+        else:
+            text = text.replace(f' id="{found}"', "")
     return re.sub(r"font: ([^;\"]*?)'[^;\"]*?sans-serif", r"font: \1sans-serif", text)
 
 
