@@ -169,7 +169,7 @@ def _register(
         libraries.append(kernels)
         with warnings.catch_warnings():
             # Taking the place of the vendor's kernel is what is asked for.
-            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered.*")
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered")
             for kind, backend in chosen.items():
                 for name in set(SCHEMAS) - kept.get(kind, set()):
                     kernels.impl(name, getattr(backend, name), DISPATCH_KEYS[kind])
