@@ -159,7 +159,7 @@ def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], 
         pair.scale,
         lse,
     )
-    kernel = decode_kernel(0, defines)
+    kernel = decode_kernel(0, extra is not None and extra.record is NVFP4, defines)
     split = kernel.split_for(params.items, blocks_of(params))
     return lambda: kernel.launch(params, split), [pair.data, pair.scale, lse]
 
@@ -360,9 +360,9 @@ def main() -> None:
     args = parser.parse_args()
     defines = tuple(args.defines)
     start = time.time()
-    kernel = decode_kernel(0, defines)
+    kernels = [decode_kernel(0, fp4, defines) for fp4 in (False, True)]
     print(
-        f"{torch.cuda.get_device_name()} clusters {kernel._clusters} built in {time.time() - start:.1f} s"
+        f"{torch.cuda.get_device_name()} clusters {kernels[0]._clusters} built in {time.time() - start:.1f} s"
     )
     if "check" in args.what:
         print("ALL OK" if check(defines) else "SOME FAILED", f"{time.time() - start:.1f} s")

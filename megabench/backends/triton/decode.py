@@ -118,7 +118,7 @@ def decode_kernel(
             slot, valid = _slots_of(index_row, tile * N, count, pool, N)
             data, sf = row_offsets(slot, page_stride, PAGE, DATA_PITCH, SCALE_BASE, SCALE_PITCH)
             k = mxfp8_tile(kv_ptr, data, sf, valid, N, EMULATE)
-            m, denom, acc = attend_tile(q, k, valid, tile * N < topk, scale, m, denom, acc, EMULATE)
+            m, denom, acc = attend_tile(q, k, valid, tile * N < count, scale, m, denom, acc, EMULATE)
         if HAS_EXTRA:
             extra_row = extra_index_ptr + token * extra_index_stride
             begin, end = tl.maximum(first_tile - tiles, 0), last_tile - tiles
@@ -137,7 +137,7 @@ def decode_kernel(
                 else:
                     k = mxfp8_tile(extra_ptr, data, sf, valid, N, EMULATE)
                 m, denom, acc = attend_tile(
-                    q, k, valid, tile * N < topk, scale, m, denom, acc, EMULATE
+                    q, k, valid, tile * N < extra_count, scale, m, denom, acc, EMULATE
                 )
         q = tl.zeros_like(q)
 

@@ -76,12 +76,13 @@ def prefill_kernel(
             rows = kv_ptr + (tl.where(valid, row, 0).to(tl.int64) * kv_stride)[:, None]
             k0 = bf16_operand(tl.load(rows + half, mask=valid[:, None], other=0.0), EMULATE)
             k1 = bf16_operand(tl.load(rows + 256 + half, mask=valid[:, None], other=0.0), EMULATE)
-            s = tl.dot(q0, tl.trans(k0), input_precision="ieee")
-            s += tl.dot(q1, tl.trans(k1), input_precision="ieee")
-            s *= scale[:, None]
+            # Scaled apart: an added pair of dots would be fused into a chained one.
+            s0 = tl.dot(q0, tl.trans(k0), input_precision="ieee") * scale[:, None]
+            s1 = tl.dot(q1, tl.trans(k1), input_precision="ieee") * scale[:, None]
+            s = s0 + s1
             p = tl.zeros_like(s)
             decay = tl.zeros_like(m) + 1.0
-            if first < topk:
+            if first < count:
                 m, denom, p, decay = softmax_weights(s, valid, m, denom)
             weights = dot_operand(p, EMULATE)
             acc0 = dot(weights, k0, acc0 * decay[:, None], EMULATE)

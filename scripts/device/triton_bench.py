@@ -1,0 +1,254 @@
+"""Time the triton backend's ops on this machine's GPU, and tile candidates where asked.
+
+    python scripts/device/triton_bench.py [--tiles]
+
+Median microseconds of a CUDA graph replay, the L2 flushed by a 256 MB write before each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from megabench.backends.triton import attention, matmul
+from megabench.backends.triton.attention import Tile
+from megabench.backends.triton.backend import TritonBackend
+from megabench.backends.triton.matmul import MatmulTile
+from megabench.geometry import Geometry, cos_sin_cache
+from megabench.quant import alloc_mega_attn_output, pack_mn_major
+
+POOL = 131_072
+TOPK, EXTRA = 128, 512
+DEVICE = torch.device("cuda")
+
+
+class Timer:
+    """Cold-L2 median of a captured call."""
+
+    def __init__(self) -> None:
+        self.flush = torch.empty(256 << 20, dtype=torch.uint8, device=DEVICE)
+
+    def __call__(self, op: Callable[[], object], samples: int = 25) -> float:
+        op()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            op()
+        times = []
+        for _ in range(samples):
+            self.flush.fill_(1)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1e3)
+        return median(times[5:])
+
+
+def pool(page: int, nbytes: int) -> torch.Tensor:
+    cache = torch.randint(0, 0x70, (POOL // page, page, 1, nbytes), device=DEVICE).to(torch.uint8)
+    if nbytes == 528:
+        cache[..., 512:] = torch.randint(116, 120, cache[..., 512:].shape, device=DEVICE).to(
+            torch.uint8
+        )
+    else:
+        cache[..., 256:] = torch.randint(0x20, 0x30, cache[..., 256:].shape, device=DEVICE).to(
+            torch.uint8
+        )
+    return cache
+
+
+class Decode:
+    """Decode calls of one extra record."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.swa, self.extra = pool(32, 528), pool(64, nbytes)
+        self.table = cos_sin_cache(Geometry.load(), 4096, True).to(DEVICE)
+        self.sinks = torch.randn(64, device=DEVICE)
+
+    def op(self, s_q: int, backend: TritonBackend) -> Callable[[], object]:
+        q = torch.randn(s_q, 64, 512, device=DEVICE).bfloat16()
+        rows = [torch.randint(0, POOL, (s_q, n), device=DEVICE).int() for n in (TOPK, EXTRA)]
+        lens = [torch.full((s_q,), n, device=DEVICE, dtype=torch.int32) for n in (TOPK, EXTRA)]
+        positions = torch.randint(0, 4096, (s_q,), device=DEVICE).int()
+        out = alloc_mega_attn_output(s_q, 8, DEVICE)
+        fixed = (False, 64, self.table, 8, 32, True, True, True, out.data, out.scale)
+        return lambda: backend.fused_norm_rope_attn_rope_cast_decode(
+            q,
+            self.swa,
+            rows[0],
+            512**-0.5,
+            512,
+            self.sinks,
+            lens[0],
+            self.extra,
+            rows[1],
+            lens[1],
+            False,
+            0.0,
+            positions,
+            *fixed,
+        )
+
+
+def prefill_op(s_q: int, backend: TritonBackend) -> Callable[[], object]:
+    kv = torch.randn(16_384, 1, 512, device=DEVICE).bfloat16()
+    q = torch.randn(s_q, 64, 512, device=DEVICE).bfloat16()
+    rows = torch.randint(0, len(kv), (s_q, 1, TOPK + EXTRA), device=DEVICE).int()
+    lens = torch.full((s_q,), TOPK + EXTRA, device=DEVICE, dtype=torch.int32)
+    positions = torch.randint(0, 4096, (s_q,), device=DEVICE).int()
+    table = cos_sin_cache(Geometry.load(), 4096, True).to(DEVICE)
+    sinks, out = torch.randn(64, device=DEVICE), alloc_mega_attn_output(s_q, 8, DEVICE)
+    fixed = (False, 64, table, 8, 32, True, True, True, out.data, out.scale)
+    return lambda: backend.fused_norm_rope_attn_rope_cast_fwd(
+        q, kv, rows, 512**-0.5, 512, sinks, lens, False, 0.0, positions, *fixed
+    )
+
+
+class Products:
+    """The wo_a einsum and the two linears."""
+
+    def __init__(self) -> None:
+        self.w = self.codes(8, 1024, 4096)
+        self.dense = torch.randn(8, 4096, 1024, device=DEVICE).bfloat16()
+        self.sw = pack_mn_major(self.scales(8, 1024, 128))
+        self.linear_w = {
+            (n, k): (self.codes(n, k), self.scales(n, k // 32))
+            for n, k in ((32768, 1280), (5120, 8192))
+        }
+
+    @staticmethod
+    def codes(*shape: int) -> torch.Tensor:
+        return (
+            torch.randint(0, 0x60, shape, device=DEVICE).to(torch.uint8).view(torch.float8_e4m3fn)
+        )
+
+    @staticmethod
+    def scales(*shape: int) -> torch.Tensor:
+        return torch.randint(116, 120, shape, device=DEVICE).to(torch.uint8)
+
+    def einsum(self, b: int, backend: TritonBackend) -> Callable[[], object]:
+        x = alloc_mega_attn_output(b, 8, DEVICE)
+        x.data.copy_(self.codes(b, 8, 4096))
+        x.scale.copy_(self.scales(b, 8, 128).view(torch.int32))
+        z = torch.empty(b, 8, 1024, device=DEVICE, dtype=torch.bfloat16)
+        pair, weights = (x.data, x.scale), (self.w, self.sw)
+        return lambda: backend.fp8_einsum("bhr,hdr->bhd", pair, weights, z, (1, 1, 32))
+
+    def bmm(self, b: int) -> Callable[[], object]:
+        x = torch.randn(8, b, 4096, device=DEVICE).bfloat16()
+        z = torch.empty(8, b, 1024, device=DEVICE, dtype=torch.bfloat16)
+        return lambda: torch.bmm(x, self.dense, out=z)
+
+    def linear(self, tokens: int, n: int, k: int, backend: TritonBackend) -> Callable[[], object]:
+        x = torch.randn(tokens, k, device=DEVICE).bfloat16()
+        return lambda: backend.linear(x, *self.linear_w[n, k])
+
+
+def attempt(timer: Timer, op: Callable[[], object]) -> float:
+    try:
+        return timer(op)
+    except Exception as error:  # a candidate that does not fit is a result too
+        print("   ", type(error).__name__, str(error)[:120].replace("\n", " "))
+        return float("nan")
+
+
+def row(name: str, times: Iterator[float] | list[float]) -> None:
+    print(f"{name:44}" + "".join(f"{t:9.1f}" for t in times), flush=True)
+
+
+def tiles(timer: Timer, backend: TritonBackend) -> None:
+    """Candidates beside the tiles in use."""
+    sizes = (32, 128, 512, 1024)
+    print("decode tile (heads, rows, warps, stages), s_q", sizes)
+    for nbytes in (528, 288):
+        calls = Decode(nbytes)
+        for tile in (
+            Tile(64, 64, 8, 1),
+            Tile(64, 64, 8, 2),
+            Tile(64, 64, 8, 3),
+            Tile(64, 128, 8, 1),
+            Tile(64, 32, 8, 2),
+        ):
+            attention.decode_tile = lambda live, target, tile=tile: tile
+            row(f"{nbytes} {tile}", [attempt(timer, calls.op(s, backend)) for s in sizes])
+    print("prefill tile, s_q 128 1024 4096")
+    for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)):
+        attention.prefill_tile = lambda live, target, tile=tile: tile
+        row(str(tile), [attempt(timer, prefill_op(s, backend)) for s in (128, 1024, 4096)])
+    products = Products()
+    print("wo_a tile, b 1 16 64")
+    for rows in (32, 64, 128):
+        for columns, stages in ((128, 4), (256, 3), (256, 5), (512, 3)):
+
+            def few(
+                t: int,
+                g: int,
+                r: int,
+                _: object,
+                rows: int = rows,
+                c: int = columns,
+                s: int = stages,
+            ) -> MatmulTile:
+                return MatmulTile(max(16, t), rows, c, 4, s, True)
+
+            matmul.matmul_tile = few
+            row(
+                f"left {rows} {columns} stages {stages}",
+                [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 64)],
+            )
+    print("wo_a tile, b 128 512 4096")
+    for tile in (
+        MatmulTile(128, 128, 64, 8, 3, False),
+        MatmulTile(128, 128, 128, 8, 3, False),
+        MatmulTile(128, 128, 128, 4, 3, False),
+        MatmulTile(64, 128, 128, 4, 4, False),
+        MatmulTile(128, 256, 64, 8, 3, False),
+        MatmulTile(128, 256, 128, 8, 3, False),
+        MatmulTile(256, 128, 64, 8, 3, False),
+        MatmulTile(128, 128, 128, 8, 3, True),
+        MatmulTile(64, 128, 128, 4, 4, True),
+        MatmulTile(256, 128, 64, 8, 3, True),
+    ):
+        matmul.matmul_tile = lambda t, g, r, target, tile=tile: tile
+        row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 512, 4096)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiles", action="store_true")
+    timer, backend = Timer(), TritonBackend()
+    if parser.parse_args().tiles:
+        tiles(timer, backend)
+        return
+    sizes = (1, 8, 32, 64, 128, 256, 512, 1024)
+    print("decode, us, s_q", sizes)
+    for nbytes in (528, 288):
+        calls = Decode(nbytes)
+        row(f"64 heads, extra {nbytes} B", [timer(calls.op(s, backend)) for s in sizes])
+        for live in (32, 16):
+            narrow = backend.for_live_heads(live)
+            row(f"{live} live heads, extra {nbytes} B", [timer(calls.op(s, narrow)) for s in sizes])
+    row(
+        "prefill 640, s_q 128 1024 4096", [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
+    )
+    products = Products()
+    sizes = (1, 16, 64, 128, 512, 4096)
+    print("products, us, tokens", sizes)
+    row("wo_a einsum", [timer(products.einsum(b, backend)) for b in sizes])
+    row("torch.bmm bf16", [timer(products.bmm(b)) for b in sizes])
+    for n, k in products.linear_w:
+        row(f"linear {n} x {k}", [timer(products.linear(b, n, k, backend)) for b in sizes])
+
+
+if __name__ == "__main__":
+    main()
