@@ -158,7 +158,7 @@ def test_page_layout_and_page_padding_do_not_change_a_single_bit(ratio: int) -> 
     step = make_step(ratio, 288)
     plain = layer.rank_step(step)
     padded = layer.rank_step(make_step(ratio, 288, pad=96))
-    caches = {"swa_cache": to_layout(step.swa_cache, "page_split")}
+    caches: dict[str, Any] = {"swa_cache": to_layout(step.swa_cache, "page_split")}
     if step.compressed_cache is not None:
         caches["compressed_cache"] = to_layout(step.compressed_cache, "page_split")
     split = layer.rank_step(replace(step, page_layout="page_split", **caches))
@@ -179,7 +179,9 @@ def test_padding_tokens_write_nothing_and_attend_to_nothing() -> None:
     for name in ("qr", "kv", "latent"):  # the same live tokens as without padding
         getattr(step, name)[:count] = getattr(make_step(2), name)
     assert step.topk is not None
-    step.topk[:count] = make_step(2).topk
+    live = make_step(2).topk
+    assert live is not None
+    step.topk[:count] = live
     step.topk[count:] = 7  # unspecified rows must not be read
     padded = layer.rank_step(step)
     assert padded.compressed is not None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from reference import bounds, cast, codes, layouts, linear
+from reference import bounds, cast, codes, layouts, linear, quantize
 
 
 def quantized(seed: int, *shape: int) -> tuple[Tensor, Tensor]:
@@ -86,7 +86,7 @@ def test_float32_sums_stay_within_the_bound_and_bf16_sums_do_not(width: int, fam
         w[:, width // 2 :], s[:, width // 64 :] = w[:, : width // 2], s[:, : width // 64]
     golden = linear.linear(x, w, s, torch.float64)
     weight = linear.dequantize_weight(w, s)
-    a = linear.dequantize_mxfp8(*linear.activation_mxfp8(x))
+    a = quantize.dequantize_mxfp8(*quantize.activation_mxfp8(x))
     one_by_one, low = torch.zeros(4, 32), torch.zeros(4, 32).bfloat16()
     for k in range(width):
         term = a[:, k, None] * weight.value[None, :, k]
