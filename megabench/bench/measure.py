@@ -17,9 +17,10 @@ from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
 from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, summarise
 from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_readings
-from megabench.bench.timers import Timer, cpu_timer, eager_timer, graph_timer
+from megabench.bench.timers import Timer, count_kernels, cpu_timer, eager_timer, graph_timer
 from megabench.bench.work import Work
 from megabench.results import Ceilings, Comparison, Interval, Measurement
+from megabench.results.names import STEP
 from megabench.results.schema import Column
 
 COLUMNS: dict[str, tuple[Column, ...]] = {"cpu": ("cpu",), "cuda": ("cold", "warm", "eager")}
@@ -143,6 +144,7 @@ def _row(
         "column": column,
         "method": timer.method,
         "calls": arm.calls,
+        "kernels": count_kernels(arm.first.run) if column == "eager" and arm.op == STEP else None,
         "sets": timer.sets,
         "bytes_rotated": ready.rotation.bytes_rotated if ready.rotation else None,
         "samples_us": values,

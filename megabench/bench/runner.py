@@ -24,7 +24,7 @@ from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Measurement, RunFolder, StageResult, Status
 from megabench.results.names import OP_ORDER
-from megabench.workload import build_weights, build_workload, obstacle
+from megabench.workload import Workload, build_weights, build_workload, obstacle
 
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
 """Validates a case on a named backend and a device against the golden model."""
@@ -48,6 +48,8 @@ class BenchRun:
     progress: Progress = lambda result: None
     policy: Policy | None = None
     layer_seed: int = 0
+    weights: Callable[[Workload], Mapping[str, torch.Tensor]] | None = None
+    """Checkpoint tensors of a workload's model, where the caller has them already."""
     _weights: dict[Geometry, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     _backends: dict[tuple[str, str], Backend] = field(default_factory=dict)
 
@@ -67,11 +69,12 @@ class BenchRun:
             policy=self.policy or default,
             l2_bytes=l2,
         )
-        self._pool = LayerPool(lambda workload: self._weights_of(workload.geometry))
+        self._pool = LayerPool(self.weights or self._weights_of)
 
     def run(self, cases: Sequence[Case], backends: Sequence[str]) -> list[CaseResult]:
-        """Bench every case on every backend -> the rows written, in order."""
-        return [row for case in cases for row in self.run_case(case, backends)]
+        """Bench every case on every backend, in an order that shares weights -> the rows."""
+        order = sorted(cases, key=lambda case: (case.model, case.page_layout, case.tp))
+        return [row for case in order for row in self.run_case(case, backends)]
 
     def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
         """Bench one case on every backend; one row each, whatever happens."""
@@ -167,7 +170,8 @@ class BenchRun:
             self._backends[key] = get_backend(key[0], case.page_layout)
         return self._backends[key]
 
-    def _weights_of(self, geometry: Geometry) -> Mapping[str, torch.Tensor]:
+    def _weights_of(self, workload: Workload) -> Mapping[str, torch.Tensor]:
+        geometry = workload.geometry
         if geometry not in self._weights:
             self._weights[geometry] = build_weights(geometry, self.layer_seed, self.device)
         return self._weights[geometry]

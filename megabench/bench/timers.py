@@ -183,6 +183,20 @@ def capture(run: Run, pool: object = None) -> Launch:
     return Launch(graph.replay, returned)
 
 
+def count_kernels(run: Run) -> int | None:
+    """Kernels that one run launches, copies and fills left out; None when the profiler saw none.
+
+    The first session of a process may record nothing, so one is thrown away.
+    """
+    for _ in range(2):
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profiler:
+            run()
+            torch.cuda.synchronize()
+        names = [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
+    return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
+
+
 def event_pair_us() -> float:
     """An empty event pair's own time on the current device, median."""
     pairs = [_timed(lambda: None) for _ in range(OVERHEAD_PAIRS)]

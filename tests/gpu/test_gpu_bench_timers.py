@@ -1,0 +1,145 @@
+"""The CUDA timers themselves: floor, scaling with work, set-up excluded, no silent fallback."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+import torch
+
+from megabench.bench.ops import Target
+from megabench.bench.recheck import Copy, observe, recheck
+from megabench.bench.rotation import make_sweep
+from megabench.bench.timers import (
+    CaptureError,
+    Run,
+    capture,
+    count_kernels,
+    eager_timer,
+    event_pair_us,
+    graph_timer,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def spin(cycles: int) -> Run:
+    def run() -> list[torch.Tensor]:
+        torch.cuda._sleep(cycles)
+        return []
+
+    return run
+
+
+def median(timer: object, n: int = 20) -> float:
+    return statistics.median(timer.take(n))  # type: ignore[attr-defined]
+
+
+def test_an_empty_pair_takes_less_than_ten_microseconds() -> None:
+    assert 0 <= event_pair_us() < 10
+
+
+def test_time_scales_with_work() -> None:
+    short = median(graph_timer([spin(200_000)], "warm"))
+    long = median(graph_timer([spin(800_000)], "warm"))
+    assert 3.5 < long / short < 4.5
+
+
+def test_a_captured_launch_excludes_the_host() -> None:
+    """A hundred tiny launches: the graph replays them faster than the host can launch them."""
+    x = torch.zeros(16, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        for _ in range(100):
+            x.add_(1.0)
+        return [x]
+
+    assert median(graph_timer([run], "warm")) < median(eager_timer(run))
+
+
+def test_the_sweep_lies_outside_the_pair_and_makes_reads_cold() -> None:
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    x = torch.ones(l2 // 4 // 4, device="cuda")
+    run: Run = lambda: [x.sum()]  # noqa: E731
+    sweep = make_sweep(l2, torch.device("cuda"))
+    cold = median(graph_timer([run], "cold", sweep))
+    warm = median(graph_timer([run], "warm"))
+    assert cold > warm
+    assert cold < warm + 1e6 * 2 * l2 / 4e11  # far less than the sweep itself at 400 GB/s more
+
+
+def test_every_copy_of_a_rotation_is_replayed() -> None:
+    timer = graph_timer([spin(1000) for _ in range(5)], "cold")
+    timer.take(12)
+    assert timer.counts == [3, 3, 2, 2, 2]
+
+
+def test_a_run_that_cannot_be_captured_is_timed_eagerly_and_says_why() -> None:
+    x = torch.ones(4, device="cuda")
+
+    def run() -> list[torch.Tensor]:
+        assert x.sum().item() > 0  # a host sync is forbidden while capturing
+        return [x * 2]
+
+    with pytest.raises(CaptureError):
+        capture(run)
+    timer = graph_timer([run], "warm")
+    assert timer.method.startswith("eager launches")
+    assert "graph capture failed" in timer.note
+    assert median(timer, 5) > 0
+    assert torch.equal(timer.replay(0)[0], x * 2)
+
+
+def test_work_on_an_unjoined_stream_cannot_hide_from_the_graph() -> None:
+    x = torch.ones(1 << 20, device="cuda")
+    side = torch.cuda.Stream()
+
+    def run() -> list[torch.Tensor]:
+        with torch.cuda.stream(side):
+            y = x * 2
+        return [y]
+
+    copy = Copy(run, flippable=x)
+    expected = observe(copy, run)
+    torch.cuda.synchronize()
+    timer = graph_timer([run], "warm")
+    wrong = recheck(copy, timer, 0, expected)
+    assert wrong is not None or timer.method.startswith("eager launches")
+
+
+def test_an_op_that_caches_its_output_is_caught() -> None:
+    x = torch.ones(1 << 10, device="cuda")
+    out = torch.empty_like(x)
+    cache: dict[int, torch.Tensor] = {}
+
+    def run() -> list[torch.Tensor]:
+        if x.data_ptr() not in cache:
+            cache[x.data_ptr()] = x * 2
+        out.copy_(cache[x.data_ptr()])
+        return []
+
+    def honest() -> list[torch.Tensor]:
+        torch.mul(x, 2, out=out)
+        return []
+
+    copy = Copy(honest, [Target(out)], flippable=x)
+    expected = observe(copy, run)
+    wrong = recheck(copy, graph_timer([run], "warm"), 0, expected)
+    assert wrong is not None
+    assert "changed input" in wrong
+
+
+def test_a_graph_s_own_outputs_pass_the_recheck() -> None:
+    x = torch.randn(256, device="cuda")
+    run: Run = lambda: [x * 3]  # noqa: E731
+    copy = Copy(run, flippable=x)
+    expected = observe(copy, run)
+    assert recheck(copy, graph_timer([run], "warm"), 0, expected) is None
+
+
+def test_kernels_are_counted() -> None:
+    x = torch.ones(64, device="cuda")
+    assert count_kernels(lambda: [x.add_(1.0), x.mul_(2.0)]) == 2
