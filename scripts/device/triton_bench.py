@@ -1,13 +1,15 @@
 """Time the triton backend's ops on this machine's GPU, and tile candidates where asked.
 
-    python scripts/device/triton_bench.py [--tiles]
+    python scripts/device/triton_bench.py [--tiles] [--warm PROCESSES]
 
-Median microseconds of a CUDA graph replay, the L2 flushed by a 256 MB write before each.
+Median microseconds of a CUDA graph replay, the L2 flushed by a 256 MB write before each. --warm
+only compiles what would be timed, in many processes.
 """
 
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,20 @@ from megabench.quant import alloc_mega_attn_output, pack_mn_major
 POOL = 131_072
 TOPK, EXTRA = 128, 512
 DEVICE = torch.device("cuda")
+
+
+class Compile:
+    """In place of the timer: run every n-th call once, so that its kernels are in the cache."""
+
+    def __init__(self, share: int, shares: int) -> None:
+        self.share, self.shares, self.calls = share, shares, 0
+
+    def __call__(self, op: Callable[[], object]) -> float:
+        self.calls += 1
+        if self.calls % self.shares == self.share:
+            op()
+            torch.cuda.synchronize()
+        return 0.0
 
 
 class Timer:
@@ -154,7 +170,7 @@ class Products:
         return lambda: backend.linear(x, *self.linear_w[n, k])
 
 
-def attempt(timer: Timer, op: Callable[[], object]) -> float:
+def attempt(timer: Timer | Compile, op: Callable[[], object]) -> float:
     try:
         return timer(op)
     except Exception as error:  # a candidate that does not fit is a result too
@@ -166,7 +182,7 @@ def row(name: str, times: Iterator[float] | list[float]) -> None:
     print(f"{name:44}" + "".join(f"{t:9.1f}" for t in times), flush=True)
 
 
-def tiles(timer: Timer, backend: TritonBackend) -> None:
+def tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
     """Candidates beside the tiles in use."""
     sizes = (32, 128, 512, 1024)
     print("decode tile (heads, rows, warps, stages), s_q", sizes)
@@ -223,13 +239,8 @@ def tiles(timer: Timer, backend: TritonBackend) -> None:
         row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 512, 4096)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiles", action="store_true")
-    timer, backend = Timer(), TritonBackend()
-    if parser.parse_args().tiles:
-        tiles(timer, backend)
-        return
+def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
+    """The ops as the backend launches them."""
     sizes = (1, 8, 32, 64, 128, 256, 512, 1024)
     print("decode, us, s_q", sizes)
     for nbytes in (528, 288):
@@ -237,10 +248,10 @@ def main() -> None:
         row(f"64 heads, extra {nbytes} B", [timer(calls.op(s, backend)) for s in sizes])
         for live in (32, 16):
             narrow = backend.for_live_heads(live)
-            row(f"{live} live heads, extra {nbytes} B", [timer(calls.op(s, narrow)) for s in sizes])
-    row(
-        "prefill 640, s_q 128 1024 4096", [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
-    )
+            times = [timer(calls.op(s, narrow)) for s in sizes]
+            row(f"{live} live heads, extra {nbytes} B", times)
+    times = [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
+    row("prefill 640, s_q 128 1024 4096", times)
     products = Products()
     sizes = (1, 16, 64, 128, 512, 4096)
     print("products, us, tokens", sizes)
@@ -248,6 +259,23 @@ def main() -> None:
     row("torch.bmm bf16", [timer(products.bmm(b)) for b in sizes])
     for n, k in products.linear_w:
         row(f"linear {n} x {k}", [timer(products.linear(b, n, k, backend)) for b in sizes])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tiles", action="store_true", help="tile candidates, not the ops")
+    parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES")
+    parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.warm and chosen.share is None:
+        command = [sys.executable, *sys.argv]
+        children = [
+            subprocess.Popen([*command, "--share", str(i)], stdout=subprocess.DEVNULL)
+            for i in range(chosen.warm)
+        ]
+        sys.exit(max(child.wait() for child in children))
+    timer = Compile(chosen.share, chosen.warm) if chosen.warm else Timer()
+    (tiles if chosen.tiles else ops)(timer, TritonBackend())
 
 
 if __name__ == "__main__":
