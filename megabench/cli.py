@@ -175,12 +175,26 @@ def report(run: Path | None, out: str) -> None:
 
 @cli.command()
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def doctor(as_json: bool) -> None:
+@click.option(
+    "--probe",
+    "probes",
+    multiple=True,
+    type=click.Choice(("layout", "flashmla")),
+    help="Also run kernels: page layouts of every backend, or the vendor's libraries.",
+)
+def doctor(as_json: bool, probes: tuple[str, ...]) -> None:
     """Say what is installed, what each backend can run here, and why not."""
     from megabench.doctor import examine
+    from megabench.probes import probes_text, run_probes
 
     examination = examine()
-    click.echo(json.dumps(examination.model_dump()) if as_json else examination.text())
+    found = run_probes(probes)
+    if as_json:
+        click.echo(json.dumps(examination.model_dump() | ({"probes": found} if probes else {})))
+    else:
+        click.echo(examination.text())
+        click.echo(probes_text(found), nl=False)
+    sys.exit(int(any(not ok for checks in found.values() for _, ok, _ in checks)))
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def find_attention(page_layout: PageLayout) -> Search:
     """The first library, in the order above, whose ops are all there and known; never raises."""
     absent: list[str] = []
     unfit: list[str] = []
-    for find in (_from_vllm, _from_wheel):
+    for find in SOURCES.values():
         try:
             return Search(find(page_layout), absent, unfit)
         except LibraryAbsentError as error:
@@ -290,6 +290,13 @@ def wheel_version(module: ModuleType) -> str:
     return f"{number} ({build(libraries[0])})" if libraries else str(number)
 
 
+SOURCES: dict[str, Callable[[PageLayout], AttentionLibrary]] = {
+    "vllm": _from_vllm,
+    "flash_mla": _from_wheel,
+}
+"""Where the ops are looked for, in order; each raises LibraryAbsentError or LibraryUnfitError."""
+
+
 # ---- shared ---------------------------------------------------------------------
 
 
@@ -328,6 +335,7 @@ __all__ = [
     "PERMUTE_Q_B",
     "PERMUTE_WV",
     "PREFILL",
+    "SOURCES",
     "AttentionLibrary",
     "LibraryAbsentError",
     "LibraryUnfitError",

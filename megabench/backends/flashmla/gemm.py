@@ -97,7 +97,8 @@ def _from(module_name: str, distribution: str) -> GemmLibrary:
 def _import(module_name: str, distribution: str) -> ModuleType:
     top = module_name.partition(".")[0]
     if package_folder(top) is None:
-        raise LibraryAbsentError(f"{top} is not installed; {INSTALL}")
+        hint = f"; {INSTALL}" if top == module_name else ""
+        raise LibraryAbsentError(f"{top} is not installed{hint}")
     try:
         return importlib.import_module(module_name)
     except Exception as error:  # .so not loading, no CUDA home (AssertionError), missing files, ...
