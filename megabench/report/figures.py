@@ -115,12 +115,11 @@ def _latency_panel(
     axis.set_xticks(sorted(data["tokens"].unique()))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
     axis.xaxis.set_minor_locator(NullLocator())
-    _time_axis(axis, data["median_us"])
+    _time_axis(axis, float(data["ci_low_us"].min()), float(data["ci_high_us"].max()))
 
 
-def _time_axis(axis: Axes, values: pd.Series[float]) -> None:
+def _time_axis(axis: Axes, low: float, high: float) -> None:
     """Ticks at 1, 2 and 5 times powers of ten, in words."""
-    low, high = float(values.min()), float(values.max())
     powers = range(int(np.floor(np.log10(low))) - 1, int(np.ceil(np.log10(high))) + 2)
     ticks = [m * 10.0**p for p in powers for m in (1, 2, 5)]
     if high / low > 100:

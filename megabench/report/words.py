@@ -16,8 +16,9 @@ def digits(value: float, count: int = 3) -> str:
     """`count` significant digits, no exponent."""
     if value == 0 or math.isinf(value):
         return "0" if value == 0 else "∞" if value > 0 else "-∞"
-    places = max(0, count - 1 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{places}f}"
+    rounded = float(f"{value:.{count - 1}e}")  # 9.996 has the places of 10.0
+    places = max(0, count - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded if places else value:,.{places}f}"
 
 
 def microseconds(value: float | None) -> str:

@@ -50,3 +50,5 @@ def test_sizes_and_digits() -> None:
     assert size(512) == "512 B"
     assert digits(1234.5) == "1,234"
     assert digits(0.001234) == "0.00123"
+    assert digits(0.99996) == "1.00"
+    assert digits(999.6) == "1,000"
