@@ -263,6 +263,6 @@ def test_a_missing_file_names_the_nearest_one() -> None:
 
 def test_a_glob_that_matches_nothing_names_the_nearest_case() -> None:
     suite = load_suite("smoke")
-    assert len(suite.select("r0-*")) == 4
-    with pytest.raises(CaseError, match="did you mean 'r0-fp8-tp1-1q4'"):
-        suite.select("r0-fp8-tp1-1q4x")
+    assert len(suite.select("r0-*")) == 3
+    with pytest.raises(CaseError, match="did you mean 'r1-nvfp4-tp1-1q4'"):
+        suite.select("r1-nvfp4-tp1-1q4x")

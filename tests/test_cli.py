@@ -76,8 +76,8 @@ def test_help_version_and_list_import_no_torch() -> None:
 def test_list_prints_ids_tokens_and_the_budget(call: Call) -> None:
     code, out, _ = call("list", "--cases", "smoke", "--case", "r0-*")
     assert code == 0
-    assert out.splitlines()[0] == "r0-fp8-tp1-2q1s300  2"
-    assert out.splitlines()[-1] == "smoke: 4 cases, 12 of 100 tokens"
+    assert out.splitlines()[0] == "r0-fp8-tp1-2q1s300_1q4  6"
+    assert out.splitlines()[-1] == "smoke: 3 cases, 13 of 100 tokens"
 
 
 def test_list_without_a_file_names_the_packaged_ones(call: Call) -> None:
