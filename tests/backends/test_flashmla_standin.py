@@ -276,3 +276,29 @@ def test_a_whole_step_of_the_layer_is_golden_at_every_stage(
     stages = validate_case(case, "standin_backend:StandinBackend", CPU)
     assert len(stages) > 10
     assert not [stage for stage in stages if not stage.ok]
+
+
+@pytest.mark.parametrize(
+    ("argument", "changes"),
+    [
+        ("x", {"x": torch.zeros(2, 64)}),
+        ("x", {"x": torch.zeros(2, 96, dtype=torch.bfloat16)}),
+        ("w", {"w": torch.zeros(8, 64, dtype=torch.uint8)}),
+        ("sw", {"sw": torch.zeros(8, 3, dtype=torch.uint8)}),
+        ("sw", {"sw": torch.zeros(8, 2)}),
+    ],
+)
+def test_a_wrong_linear_is_a_value_error_that_names_the_argument(
+    backend: StandinBackend, argument: str, changes: dict[str, torch.Tensor]
+) -> None:
+    right = {"x": torch.zeros(2, 64).bfloat16(), "w": weight(8, 64), "sw": scale(8, 2)}
+    with pytest.raises(ValueError, match=f"^{argument}:"):
+        backend.linear(**(right | changes))
+
+
+def test_packed_scales_die_with_their_weight() -> None:
+    kept, w, sw = PackedScales(), weight(8, 128), scale(8, 4)
+    kept.prepare(w, sw)
+    assert len(kept._made) == 1
+    del w
+    assert not kept._made

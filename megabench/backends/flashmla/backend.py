@@ -216,9 +216,10 @@ class VendorOps(TorchBackend):
         self._gemm.fp8_einsum(equation, x, w, out, recipe=recipe)
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
-        check_tensor("w", w, torch.float8_e4m3fn, (None, None), x.device)
-        check_tensor("x", x, torch.bfloat16, (None, w.shape[1]), x.device)
-        check_tensor("sw", sw, torch.uint8, (w.shape[0], w.shape[1] // QUANT_GROUP), x.device)
+        if not _is_linear(x, w, sw):
+            check_tensor("w", w, torch.float8_e4m3fn, (None, None), x.device)
+            check_tensor("x", x, torch.bfloat16, (None, w.shape[1]), x.device)
+            check_tensor("sw", sw, torch.uint8, (w.shape[0], w.shape[1] // QUANT_GROUP), x.device)
         out = x.new_empty((x.shape[0], w.shape[0]))
         weight = (w, self._packed.get(w, sw))
         self._gemm.fp8_gemm_nt(self.quantize(x), weight, out, recipe=EINSUM_RECIPE)
@@ -235,6 +236,20 @@ class FlashmlaBackend(VendorOps, TritonBackend):
 
     def quantize(self, x: torch.Tensor) -> Pair:
         return quantize_packed(x)
+
+
+def _is_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
+    """Whether a linear's arguments fit, at a fraction of the time that naming a fault takes."""
+    if w.dim() != 2 or x.dim() != 2:
+        return False
+    n, k = w.shape
+    return (
+        x.dtype == torch.bfloat16
+        and w.dtype == torch.float8_e4m3fn
+        and sw.dtype == torch.uint8
+        and x.shape[1] == k
+        and sw.shape == (n, k // QUANT_GROUP)
+    )
 
 
 def _into(

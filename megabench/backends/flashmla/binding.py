@@ -229,7 +229,7 @@ def _from_wheel(page_layout: PageLayout) -> AttentionLibrary:
                 f"flash_mla {version} has no legacy kernels to read {page_layout}"
             )
         legacy = {"use_legacy": True}
-    return _adapt_wheel(fused, version, legacy)
+    return adapt_wheel(fused, version, legacy)
 
 
 def _import_wheel() -> ModuleType:
@@ -258,7 +258,7 @@ def _check_wheel(fused: ModuleType, version: str) -> None:
             raise LibraryUnfitError(f"flash_mla {version}: {problem}")
 
 
-def _adapt_wheel(fused: ModuleType, version: str, legacy: dict[str, Any]) -> AttentionLibrary:
+def adapt_wheel(fused: ModuleType, version: str, legacy: dict[str, Any]) -> AttentionLibrary:
     """The package's functions under the vendor ops' argument order.
 
     They take norm, RoPE and cast arguments first, then the attention's.
@@ -340,6 +340,7 @@ __all__ = [
     "LibraryAbsentError",
     "LibraryUnfitError",
     "Search",
+    "adapt_wheel",
     "build",
     "find_attention",
     "first_line",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megabench.backends.flashmla.binding import (
     LibraryAbsentError,
@@ -154,16 +154,20 @@ class PackedScales:
     """
 
     def __init__(self) -> None:
-        self._made: Any = WeakIdKeyDictionary()
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], int, int, torch.Tensor]] = {}
 
     def prepare(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         """Pack and keep the scale bytes uint8 [N, K/32] of e4m3 `weight` [N, K]."""
-        self._made[weight] = (scale._version, scale.data_ptr(), pack_rows(scale))
+        key, made = id(weight), self._made
+        reference = weakref.ref(weight, lambda _: made.pop(key, None))
+        made[key] = (reference, scale._version, scale.data_ptr(), pack_rows(scale))
 
     def get(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The packed words, kept or made now."""
-        kept = self._made.get(weight)
-        if kept is not None and kept[:2] == (scale._version, scale.data_ptr()):
-            packed: torch.Tensor = kept[2]
-            return packed
+        kept = self._made.get(id(weight))
+        if kept is not None:
+            reference, version, address, packed = kept
+            same = version == scale._version and address == scale.data_ptr()
+            if same and reference() is weight:
+                return packed
         return pack_rows(scale)
