@@ -34,7 +34,7 @@ def child(output: str, code: int = 0) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("source", ["vllm", "flash_mla"])
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", [*SCHEMAS, *probe.GEMM_CALLS])
 def test_the_calls_pass_every_precondition_and_are_exact(source: str, name: str) -> None:
     with on_path(PACKAGES), vllm_ops():
         assert probe.call(source, name, CPU) == probe.Called(True, True, "")
@@ -55,6 +55,7 @@ def test_a_differing_result_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("decode is only supported on SM100f architectures.", (9, 0), True),
         ("CUDA error: no kernel image is available for execution", (9, 0), True),
+        ("Assertion error (layout.hpp:62): Unknown SF transformation", (9, 0), True),
         ("decode is only supported on SM100f architectures.", (10, 0), False),
         ("q must have shape (s_q, h_q, d_qk)", (9, 0), False),
         ("expected at most 21 argument(s) but received 23", (9, 0), False),
@@ -86,9 +87,11 @@ def test_each_call_has_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     standins = [str(PACKAGES), str(PACKAGES.parent), str(PACKAGES.parents[2])]
     monkeypatch.setenv("PYTHONPATH", ":".join(standins))
     monkeypatch.setattr(probe, "SCHEMAS", {DECODE: SCHEMAS[DECODE]})
+    monkeypatch.setattr(probe, "GEMM_CALLS", ("linear",))
     with on_path(PACKAGES):
         checks = {what: (ok, said) for what, ok, said in probe.probe_flashmla(CPU)}
-    assert checks["flash_mla: call of " + DECODE] == (True, "ran, bit for bit as eager torch")
+    assert checks["flash_mla: call of " + DECODE] == (True, "ran, as eager torch")
+    assert checks["deep_gemm: call of linear"][0]
     assert checks["flash_mla: library and schemas"][0]
     assert not checks["vllm: library and schemas"][0]
 
@@ -97,9 +100,9 @@ def test_without_a_gpu_the_ops_are_not_called_and_that_is_no_success() -> None:
     with on_path(PACKAGES):
         calls = [c for c in probe.probe_flashmla() if "call of" in c[0]]
     if not torch.cuda.is_available():
-        assert [(ok, said) for _, ok, said in calls] == [
-            (False, "not called: no CUDA device")
-        ] * len(SCHEMAS)
+        assert [(ok, said) for _, ok, said in calls] == [(False, "not called: no CUDA device")] * (
+            len(SCHEMAS) + len(probe.GEMM_CALLS)
+        )
 
 
 def test_doctor_prints_the_verdicts_and_fails_on_a_bad_one() -> None:
