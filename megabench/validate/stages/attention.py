@@ -29,6 +29,7 @@ from reference.codes import decode_ue8m0, e4m3_interval
 from reference.quantize import block_amax, scale_exponent
 from reference.rows import Paged, paged_rows
 
+ROUNDING = "rounding_direction"
 ZERO_BLOCK = 105
 """Scale byte of an all-zero block."""
 BLOCK = 32
@@ -53,9 +54,10 @@ class Slice:
 def attention(evidence: Evidence) -> list[Judgement]:
     """lse, max_logits, output scales and codes of each phase, padding tokens, rounding."""
     try:
-        return merge(j for part in _slices(evidence) for j in _judge_slice(part))
+        found = merge(j for part in _slices(evidence) for j in _judge_slice(part))
     except UnobservedError as why:
         return [missing("output_codes", why)]
+    return sorted(found, key=lambda judgement: judgement.stage == ROUNDING)
 
 
 def _returned(evidence: Evidence, phase: str) -> tuple[Tensor | None, Tensor | None]:
@@ -169,15 +171,6 @@ def _judge_codes(part: Slice) -> Iterable[Judgement]:
     scale = decode_ue8m0(part.scales, o.dtype).repeat_interleave(BLOCK, -1)
     low, high = (end * scale for end in e4m3_interval(part.codes, o.dtype))
     ratio = ratio_of(outside(o, low, high), bound)
-    above, below = o < low, o > high
-    outward = (above & (o > 0)) | (below & (o < 0))
-    live = part.valid[:, None, None]
-    differ = (above | below) & live
-    counts = {
-        "up": int((above & live).sum()),
-        "outward": int((outward & live).sum()),
-        "differ": int(differ.sum()),
-    }
     yield judge_ratio(
         f"output_codes_{part.phase}",
         ratio,
@@ -190,7 +183,20 @@ def _judge_codes(part: Slice) -> Iterable[Judgement]:
         golden=o,
         bound=bound,
     )
-    yield Judgement("rounding_direction", counts["differ"], counts=counts)
+    yield _count_directions(part, o, low, high)
+
+
+def _count_directions(part: Slice, o: Tensor, low: Tensor, high: Tensor) -> Judgement:
+    """Codes that are not golden's own cast, by direction: sums of +1 and -1, and the squares of
+    those sums within each head of a token, whose errors need not be independent."""
+    live = part.valid[:, None, None]
+    up = ((o < low) & live).int() - ((o > high) & live).int()
+    counts = {"differ": int(up.abs().sum())}
+    for name, direction in (("up", up), ("outward", up * o.sign().int())):
+        lean = direction.sum(-1)
+        counts[name] = int(lean.sum())
+        counts[f"{name}_squares"] = int(lean.square().sum())
+    return Judgement(ROUNDING, counts["differ"], counts=counts)
 
 
 def _judge_padding(part: Slice) -> Iterable[Judgement]:
@@ -208,18 +214,17 @@ def _judge_padding(part: Slice) -> Iterable[Judgement]:
 def sign_test(rounding: Judgement) -> Judgement:
     """rounding_direction: codes that differ from golden's own cast must not lean one way.
 
-    Judged on the sum over ranks: upwards (rounding towards an infinity) and away from zero
-    (truncation). Counts below any doubt pass.
+    Judged on the sum over ranks, both upwards (rounding towards an infinity) and away from zero
+    (truncation). A head of a token counts as one witness: where all its values are alike, so are
+    their errors.
     """
-    differ = rounding.counts.get("differ", 0)
+    counts = rounding.counts
     worst, lean = 0.0, ""
     for name in ("up", "outward"):
-        imbalance = abs(2 * rounding.counts.get(name, 0) - differ)
-        if differ and imbalance / math.sqrt(differ) > SIGN_DEVIATIONS:
-            share = imbalance / differ / SIGN_IMBALANCE
+        imbalance, squares = abs(counts.get(name, 0)), counts.get(f"{name}_squares", 0)
+        if squares and imbalance / math.sqrt(squares) > SIGN_DEVIATIONS:
+            share = imbalance / counts["differ"] / SIGN_IMBALANCE
             worst, lean = max((worst, lean), (share, name))
     failed = int(worst > 1)
     where = {"lean": lean} if failed else {}
-    return Judgement(
-        "rounding_direction", rounding.checked, failed, worst, where, dict(rounding.counts)
-    )
+    return Judgement(ROUNDING, rounding.checked, failed, worst, where, dict(counts))

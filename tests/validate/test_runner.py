@@ -1,0 +1,173 @@
+"""Cases end to end: right ones pass, and every other ending is a row with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import megabench.validate.memory as memory
+from megabench.backends import Support, TorchBackend
+from megabench.cases import Case
+from megabench.results.schema import CaseResult
+from megabench.results.store import RunFolder, read_run
+from megabench.validate import Skipped, Store, examine, run_validate, validate_case
+from megabench.validate.step import CanariedOutput, Poison
+
+CPU = torch.device("cpu")
+MakeCase = Callable[..., Case]
+
+STAGES = [
+    "rope_table",
+    "weights",
+    "attn_sink",
+    "wq_b_linear",
+    "q_layout",
+    "swa_cache",
+    "compressed_cache",
+    "indices_decode",
+    "indices_prefill",
+    "gathered_rows",
+    "lse_decode",
+    "output_scales_decode",
+    "output_codes_decode",
+    "lse_prefill",
+    "max_logits",
+    "output_scales_prefill",
+    "output_codes_prefill",
+    "rounding_direction",
+    "wo_a_einsum",
+    "wo_b_linear",
+    "layer_output",
+    "canaries",
+    "inputs_unchanged",
+    "repeatable",
+    "tp_sum",
+    "end_to_end",
+]
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"tp": 2},
+        {"compress_ratio": 0},
+        {"compress_ratio": 2, "kv_cache": "fp8_ds_mla", "page_padding": 3},
+        {"page_layout": "page_split", "compress_ratio": 2},
+        {"batch": "3q1s200", "padding_tokens": 3},
+        {"batch": "3q4s600_1q3s60", "decode_threshold": 4},
+        {"batch": "0q1"},
+        {"batch": "12q2s200"},
+        {"sink": "inf"},
+        {"family": "exponents"},
+        {"family": "equal_logits", "sink": "none"},
+    ],
+    ids=str,
+)
+def test_a_right_backend_passes_every_stage(
+    axes: dict[str, object], make_case: MakeCase, store: Store
+) -> None:
+    row = examine(make_case(**axes), "torch", CPU, store)
+    assert row.status == "passed", row.reason
+    assert all(stage.ok for stage in row.stages)
+
+
+def test_every_stage_checks_something_and_the_chain_gives_no_verdict(
+    make_case: MakeCase, store: Store
+) -> None:
+    stages = validate_case(make_case(tp=2), "torch", CPU, store)
+    assert [stage.name for stage in stages] == STAGES
+    assert [stage.name for stage in stages if not stage.checked] == []
+    chain = stages[-1]
+    assert not chain.verdict
+    assert 0 < chain.detail["relative_l2"] < 0.1
+
+
+def test_float64_golden_accepts_the_same_results(make_case: MakeCase) -> None:
+    stages = validate_case(make_case(), "torch", CPU, Store(CPU, dtype=torch.float64))
+    assert all(stage.ok for stage in stages)
+
+
+def test_a_topology_that_cannot_be_served_is_skipped_with_its_reason(
+    make_case: MakeCase, store: Store
+) -> None:
+    row = examine(make_case(tp=4), "torch", CPU, store)
+    assert (row.status, row.stages) == ("skipped", [])
+    assert "TP 4" in row.reason
+
+
+def test_a_case_larger_than_the_memory_is_skipped_with_what_it_needs(
+    make_case: MakeCase, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
+    with pytest.raises(Skipped, match=r"needs \d+\.\d GiB on cpu, 0\.0 GiB are free"):
+        validate_case(make_case(), "torch", CPU, store)
+
+
+def test_what_a_backend_does_not_support_is_skipped_in_its_words(
+    make_case: MakeCase, store: Store
+) -> None:
+    class Picky(TorchBackend):
+        def supports(self, *args: object) -> Support:
+            return Support(False, "only on Tuesdays")
+
+    store.add_backend("picky", Picky())
+    row = examine(make_case(), "picky", CPU, store)
+    assert (row.status, row.reason) == ("skipped", "only on Tuesdays")
+
+
+class Broken(TorchBackend):
+    def linear(self, *args: object) -> torch.Tensor:
+        raise RuntimeError("no such\n instruction")
+
+
+def test_a_backend_that_raises_is_an_error_in_one_line(make_case: MakeCase, store: Store) -> None:
+    store.add_backend("broken", Broken())
+    row = examine(make_case(), "broken", CPU, store)
+    assert (row.status, row.reason) == ("error", "RuntimeError: no such instruction")
+    assert examine(make_case(), "torch", CPU, store).status == "passed"
+
+
+def run(tmp_path: Path, cases: list[Case], *backends: str) -> tuple[int, list[CaseResult]]:
+    seen: list[CaseResult] = []
+    with RunFolder.create(tmp_path, "validate") as folder:
+        code = run_validate(cases, backends, CPU, folder, seen.append, source="mine.yaml", seed=3)
+        kept = read_run(folder.path).cases
+    assert [row.case_hash for row in kept] == [row.case_hash for row in seen]
+    return code, kept
+
+
+def test_a_run_writes_a_row_a_case_and_exits_0_when_all_is_right(
+    make_case: MakeCase, tmp_path: Path
+) -> None:
+    code, rows = run(tmp_path, [make_case(tp=4), make_case(batch="1q1s9")], "torch")
+    assert code == 0
+    assert sorted(row.status for row in rows) == ["passed", "skipped"]
+    passed = next(row for row in rows if row.status == "passed")
+    assert passed.tokens == 1
+    assert passed.repro == (
+        f"megabench validate --cases mine.yaml --case {passed.case_id} --backend torch "
+        "--device cpu --seed 3"
+    )
+
+
+def test_a_run_with_a_wrong_or_broken_case_exits_1(make_case: MakeCase, tmp_path: Path) -> None:
+    spec = f"{__name__}:Broken"
+    code, rows = run(tmp_path, [make_case(batch="1q1s9")], "torch", spec)
+    assert code == 1
+    assert [(row.backend, row.status) for row in rows] == [("torch", "passed"), (spec, "error")]
+
+
+def test_the_canaried_output_is_laid_out_as_the_kernels_demand() -> None:
+    output = CanariedOutput.make(5, 8, CPU, Poison(0, 0x7F, 0xFE))
+    data, scale = output.pair.data, output.pair.scale
+    assert data.is_contiguous()
+    assert data.data_ptr() % 32 == 0
+    assert (tuple(scale.shape), scale.stride()) == ((5, 8, 32), (1, 256, 8))
+    data.view(torch.uint8).zero_()
+    scale.zero_()
+    assert all(bool(intact.all()) for intact in output.canaries())
+    scale.as_strided((1,), (1,), scale.storage_offset() + 5).zero_()
+    assert [int((~intact).sum()) for intact in output.canaries()] == [0, 4]
