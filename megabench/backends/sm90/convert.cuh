@@ -1,6 +1,6 @@
 // The converter warpgroup: quantized records -> bf16 tiles.
 //
-// Each warp owns 16 rows of every block and stages them, two rows (a unit) at a time, through a
+// Each warp owns 16 rows of every block (converter_row) and stages them, two rows (a unit) at a time, through a
 // private ring of kUnits units filled by cp.async, which needs no registers and no barrier beyond
 // the warp. A masked row is staged as zeros.
 // Lane 8*g + 4*r + c holds dims 64*g + 16*c .. +15 of row 2*unit + r, and the same dims + 256.
@@ -10,7 +10,7 @@
 // permuted likewise, and the output warps read four neighbouring dims from their fragments.
 #pragma once
 
-#include "layout.cuh"
+#include "cursor.cuh"
 
 // Four e4m3 codes -> two bf16 pairs. An e4m3 code moved into bf16's fields is worth code * 2^-120.
 DEVICE void convert_e4m3(u32 codes, u32 factor, u32& even, u32& odd) {
@@ -34,85 +34,67 @@ struct RawUnit {
   u32 scale_lo, scale_hi;
 };
 
-// Starts the copies of units, in order, across blocks.
-struct Stager {
+struct Converter {
   const Params& p;
-  u32 offsets, meta;       // shared addresses: this warp's rows in slot 0 of the ring, meta of slot 0
+  u32 smem;
+  int warp, lane, g, r, c;
   u32 ring, scales;        // this warp's staging memory
-  int lane;
-  u32 next;                // unit to start, counted from the first block
+  u32 tile;                // where the lane stores the first 16 dims of unit 0, tile 0
+  // the next unit to stage
   u32 offset0, offset1;    // its rows
-  u32 kind;                // meta of its block
-  const u8* lane_base;     // what its rows' offsets are added to
+  const u8* lane_base;     // what their offsets are added to
+  bool stage_fp4;
 
-  DEVICE Stager(const Params& params, u32 smem, int warp, int lane_)
-      : p(params), offsets(smem + kSmemOffsets + 64 * warp), meta(smem + kSmemMeta),
-        ring(smem + kSmemRaw + warp * kUnits * kUnitBytes),
-        scales(smem + kSmemScales + warp * 2 * kScaleBytes), lane(lane_), next(0) {
-    look_ahead();
+  DEVICE Converter(const Params& params, u32 smem_base, int warp_, int lane_)
+      : p(params), smem(smem_base), warp(warp_), lane(lane_), g(lane >> 3), r((lane >> 2) & 1),
+        c(lane & 3), ring(smem + kSmemRaw + warp * kUnits * kUnitBytes),
+        scales(smem + kSmemScales + warp * 2 * kScaleBytes),
+        tile(smem + kSmemKV + g * kTileGroup + (4 * warp + r) * 128 +
+             (((2 * c) ^ r ^ (4 * (warp & 1))) << 4)) {}
+
+  // Where the offsets of this warp's unit 0 are; unit u's are unit_rows(u) bytes further on.
+  DEVICE u32 rows_of(u32 block) const {
+    return smem + kSmemOffsets + (block % kSlots * kBlock + 4 * warp) * 4;
   }
+  DEVICE static constexpr u32 unit_rows(int u) { return u / 2 * (kStep * 4) + u % 2 * 8; }
+  DEVICE u32 meta_of(u32 block) const { return load_shared(smem + kSmemMeta + block % kSlots * 4); }
 
-  DEVICE bool fp4() const { return (kind & kMetaExtra) && p.extra_fp4; }
+  DEVICE void read_offsets(u32 at) { load_shared2(at, offset0, offset1); }
 
-  DEVICE void look_ahead() {
-    const u32 slot = (next / kUnitsPerBlock) % kSlots, unit = next % kUnitsPerBlock;
-    load_shared2(offsets + slot * (kBlock * 4) + unit * 8, offset0, offset1);
-    if (unit == 0) kind = load_shared(meta + slot * 4);
-  }
-
-  // The scales of a block: 16 bytes a row (lanes 0-15), or 32 (two lanes a row).
-  DEVICE void begin_block() {
-    const u8* pool = p.pool[kind & kMetaExtra];
-    const u32 block = next / kUnitsPerBlock, to = scales + (block & 1) * kScaleBytes;
-    const bool narrow = fp4();
-    lane_base = pool + (narrow ? lane % 16 : lane) * 16;
-    const int row = narrow ? lane / 2 : lane % 16, part = narrow ? lane % 2 : 0;
-    const u32 offset = load_shared(offsets + (block % kSlots) * (kBlock * 4) + row * 4);
-    if (narrow || lane < 16) {
-      const u8* from = pool + (narrow ? kFp4Data : kFp8Data) + part * 16;
-      copy16(to + row * kScalePitch + part * 16, from + (offset == kNoRow ? 0 : (u64)offset * 16),
+  // Turns staging to `block` and starts its scales: 16 bytes a row (lanes 0-15) or 32 (two lanes).
+  DEVICE void stage_block(u32 block) {
+    const u32 extra = meta_of(block) & kMetaExtra, to = scales + (block & 1) * kScaleBytes;
+    const u8* pool = p.pool[extra];
+    stage_fp4 = kExtraFp4 && extra;
+    lane_base = pool + (stage_fp4 ? lane % 16 : lane) * 16;
+    const int row = stage_fp4 ? lane / 2 : lane % 16, part = stage_fp4 ? lane % 2 * 16 : 0;
+    const u32 offset = load_shared(rows_of(block) + unit_rows(row / 2) + row % 2 * 4);
+    if (stage_fp4 || lane < 16)
+      copy16(to + row * kScalePitch + part,
+             pool + (u64)offset * 16 + (stage_fp4 ? kFp4Data : kFp8Data) + part,
              offset == kNoRow ? 0 : 16);
-    }
   }
 
-  DEVICE void copy_row(u32 to, u32 offset) {
-    copy16(to, lane_base + (u64)offset * 16, offset == kNoRow ? 0 : 16);  // masked: zeros
-  }
-
-  DEVICE void start() {
-    if (next % kUnitsPerBlock == 0) begin_block();
-    const u32 to = ring + (next % kUnits) * kUnitBytes;
-    if (!fp4()) {
-      copy_row(to + lane * 16, offset0);
-      copy_row(to + lane * 16 + kRowPitch, offset1);
+  // Starts the copy of the next unit into a slot. A masked row reads nothing and becomes zeros.
+  DEVICE void stage_unit(int slot) {
+    const u32 to = ring + slot * kUnitBytes;
+    if (!stage_fp4) {
+      copy16(to + lane * 16, lane_base + (u64)offset0 * 16, offset0 == kNoRow ? 0 : 16);
+      copy16(to + lane * 16 + kRowPitch, lane_base + (u64)offset1 * 16, offset1 == kNoRow ? 0 : 16);
     } else {
       const bool second = lane / 16;
-      copy_row(to + (lane % 16) * 16 + second * kRowPitch, second ? offset1 : offset0);
+      const u32 offset = second ? offset1 : offset0;
+      copy16(to + lane % 16 * 16 + second * kRowPitch, lane_base + (u64)offset * 16,
+             offset == kNoRow ? 0 : 16);
     }
     copy_commit();
-    next++;
-    look_ahead();
-  }
-};
-
-struct Converter {
-  Stager stage;
-  u32 smem;
-  int warp, g, r, c;
-  u32 tile;                // where the lane stores the first 16 dims of unit 0, tile 0
-
-  DEVICE Converter(const Params& p, u32 smem_base, int warp_, int lane)
-      : stage(p, smem_base, warp_, lane), smem(smem_base), warp(warp_), g(lane >> 3),
-        r((lane >> 2) & 1), c(lane & 3) {
-    tile = smem + kSmemKV + g * kTileGroup + (16 * warp + r) * 128 + (((2 * c) ^ r) << 4);
   }
 
-  // Reads unit u of `block`, which must be the oldest staged one, and starts another in its place.
-  template <bool Fp4> DEVICE void take(RawUnit& raw, u32 block, int u) {
+  // Reads the oldest staged unit and stages another in its slot; then reads the offsets at `next`.
+  template <bool Fp4> DEVICE void take(RawUnit& raw, u32 scale, int slot, u32 next) {
     copy_wait<kUnits - 1>();
     __syncwarp();
-    const u32 row = stage.ring + (u % kUnits) * kUnitBytes + r * kRowPitch;
-    const u32 scale = stage.scales + (block & 1) * kScaleBytes + (2 * u + r) * kScalePitch;
+    const u32 row = ring + slot * kUnitBytes + r * kRowPitch;
     if (!Fp4) {
       load_shared4(row + 64 * g + 16 * c, raw.lo);
       load_shared4(row + 64 * g + 16 * c + 256, raw.hi);
@@ -125,7 +107,8 @@ struct Converter {
       raw.scale_hi = load_shared_byte(scale + 4 * g + c + 16);
     }
     __syncwarp();  // every lane has read the slot before it is refilled
-    stage.start();
+    stage_unit(slot);
+    read_offsets(next);
   }
 
   // 16 dims: 8 columns of even pairs, 8 of odd pairs.
@@ -134,10 +117,25 @@ struct Converter {
     store_shared4(at ^ 16, odd);
   }
 
-  DEVICE static void convert16(const u32* codes, u32 factor, u32 at) {
+  DEVICE static void convert16(const u32* codes, u32 scale, u32 at) {
     u32 even[4], odd[4];
+    const u32 factor = (scale + 120) * 0x00800080u;
 #pragma unroll
     for (int i = 0; i < 4; i++) convert_e4m3(codes[i], factor, even[i], odd[i]);
+    store16(at, even, odd);
+  }
+
+  // Scale bytes above 134 (rows beyond 2^15) need their factor in two steps to stay in bf16.
+  DEVICE static void convert16_large(const u32* codes, u32 scale, u32 at) {
+    const u32 factor = (min(scale, 134u) + 120) * 0x00800080u;
+    const u32 rest = (max(scale, 134u) - 134 + 127) * 0x00800080u;
+    u32 even[4], odd[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      convert_e4m3(codes[i], factor, even[i], odd[i]);
+      even[i] = mul_bf16x2(even[i], rest);
+      odd[i] = mul_bf16x2(odd[i], rest);
+    }
     store16(at, even, odd);
   }
 
@@ -151,18 +149,7 @@ struct Converter {
     store16(at, even, odd);
   }
 
-  // Scale bytes above 134 (rows beyond 2^15) need their factor in two steps to stay in bf16.
-  DEVICE static void multiply_stored(u32 at, u32 scale) {
-    const u32 rest = (max(scale, 134u) - 134 + 127) * 0x00800080u;
-#pragma unroll 1
-    for (int i = 0; i < 8; i++) {
-      const u32 word = (at ^ (i / 4 * 16)) + i % 4 * 4;
-      store_shared(word, mul_bf16x2(load_shared(word), rest));
-    }
-  }
-
-  template <bool Fp4> DEVICE void convert(const RawUnit& raw, u32 tile_base, int u) {
-    const u32 at = (tile_base ^ (((2 * u) & 7) << 4)) + u * 256;
+  template <bool Fp4> DEVICE static void convert(const RawUnit& raw, u32 at) {
     const u32 far = at + 4 * kTileGroup;  // 256 dims further on
     if (Fp4) {
       float lo, hi;
@@ -170,47 +157,84 @@ struct Converter {
       convert16_fp4(raw.lo, lo, at);
       convert16_fp4(raw.hi, hi, far);
     } else {
-      convert16(raw.lo, (min(raw.scale_lo, 134u) + 120) * 0x00800080u, at);
-      convert16(raw.hi, (min(raw.scale_hi, 134u) + 120) * 0x00800080u, far);
-      if (__any_sync(~0u, max(raw.scale_lo, raw.scale_hi) > 134)) {
-        multiply_stored(at, raw.scale_lo);
-        multiply_stored(far, raw.scale_hi);
+      convert16(raw.lo, raw.scale_lo, at);
+      convert16(raw.hi, raw.scale_hi, far);
+      if (__any_sync(~0u, max(raw.scale_lo, raw.scale_hi) > 134)) {  // once more, the slow way
+        convert16_large(raw.lo, raw.scale_lo, at);
+        convert16_large(raw.hi, raw.scale_hi, far);
       }
     }
   }
 
-  // The next unit is read before the current one is converted, within a block.
-  template <bool Fp4> DEVICE void block(u32 number) {
-    const u32 x = number & 1, base = tile + x * kTileBytes;
-    RawUnit even, odd;
-    take<Fp4>(even, number, 0);
-    mbar_wait(smem + kBarTileFree + 8 * x, ((number >> 1) & 1) ^ 1);
+  DEVICE void wait_free(u32 block, int step) const {
+    mbar_wait(smem + kBarTileFree + ((block & 1) * kSteps + step) * 8, ((block >> 1) & 1) ^ 1);
+  }
+
+  // One block. Units are read one ahead of their conversion and staged kUnits ahead, so that the
+  // second half stages the next block's first units. Two units fill a warp's part of a step.
+  template <bool Fp4> DEVICE void convert_block(u32 block) {
+    const u32 x = block & 1, rows = rows_of(block), next = rows_of(block + 1);
+    u32 scale = scales + x * kScaleBytes + r * kScalePitch, to = tile + x * kTileBytes;
+    RawUnit raw[2];
+    take<Fp4>(raw[0], scale, 0, rows + unit_rows(5));
 #pragma unroll 1
-    for (int u = 0; u < kUnitsPerBlock; u += 2) {
-      take<Fp4>(odd, number, u + 1);
-      convert<Fp4>(even, base, u);
-      if (u + 2 < kUnitsPerBlock) take<Fp4>(even, number, u + 2);
-      convert<Fp4>(odd, base, u + 1);
+    for (int half = 0; half < 2; half++, to += 2 * kStep * 128, scale += 8 * kScalePitch) {
+      const u32 near = half ? next + unit_rows(2) : rows + unit_rows(6);
+      wait_free(block, 2 * half);
+      take<Fp4>(raw[1], scale + 2 * kScalePitch, 1, near);
+      convert<Fp4>(raw[0], to);
+      take<Fp4>(raw[0], scale + 4 * kScalePitch, 2, near + unit_rows(1));
+      convert<Fp4>(raw[1], (to ^ 32) + 256);
+      wait_free(block, 2 * half + 1);
+      take<Fp4>(raw[1], scale + 6 * kScalePitch, 3, next + (half ? unit_rows(4) : 0));
+      convert<Fp4>(raw[0], to + kStep * 128);
+      if (half == 0) {
+        stage_block(block + 1);
+        take<Fp4>(raw[0], scale + 8 * kScalePitch, 0, next + unit_rows(1));
+      }
+      convert<Fp4>(raw[1], (to ^ 32) + 256 + kStep * 128);
     }
     fence_async_proxy();
     __syncwarp();
-    if (stage.lane == 0) mbar_arrive(smem + kBarTileFull + 8 * x);
+    if (lane == 0) mbar_arrive(smem + kBarTileFull + 8 * x);
   }
 };
+static_assert(kUnits == 4 && kUnitsPerBlock == 8, "convert_block is written for these");
 
-DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step) {
-  bar_sync(kBarStart, 2 * kRoleThreads);  // offsets of the first blocks are there
-  Converter cv(p, smem, warp, lane_id());
-  u32 block = 0;
-  u32 meta = cv.stage.kind;
+DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step,
+                         int rank) {
+  const int lane = lane_id();
+  Converter cv(p, smem, warp, lane);
+  Cursor cursor(p, smem, warp, lane, first_item, item_step, rank);
 #pragma unroll 1
-  for (int u = 0; u < kUnits; u++) cv.stage.start();
+  for (int b = 0; b < kLookahead; b++) cursor.fetch();
+  copy_commit();
+  copy_wait<0>();
+  cursor.publish();
+  __syncwarp();
+  cv.stage_block(0);
+#pragma unroll
+  for (int u = 0; u < kUnits; u++) {
+    cv.read_offsets(cv.rows_of(0) + cv.unit_rows(u));
+    cv.stage_unit(u);
+  }
+  cv.read_offsets(cv.rows_of(0) + cv.unit_rows(kUnits));
+#pragma unroll 1
+  for (int b = 1; b < kLookahead; b++) cursor.publish();
+  cursor.fetch();
+  __syncwarp();
+
+  u32 block = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; block++) {
-    if ((meta & kMetaExtra) && p.extra_fp4) cv.block<true>(block);
-    else cv.block<false>(block);
+    const u32 meta = cv.meta_of(block);
+    if (kExtraFp4 && (meta & kMetaExtra)) cv.convert_block<true>(block);
+    else cv.convert_block<false>(block);
+    cursor.publish();
+    cursor.fetch();  // committed with the next unit
+    __syncwarp();
     if (meta & kMetaLast) item += item_step;
-    meta = load_shared(cv.stage.meta + (block + 1) % kSlots * 4);
   }
+  copy_commit();
   copy_wait<0>();
 }

@@ -5,12 +5,13 @@
 // CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
-//   convert  records -> staging ring (cp.async) -> bf16 tile                    TileFree  -> TileFull
-//   scores   S^T = K Q^T, softmax, P^T; slot ids -> offsets for later blocks    TileFull  -> ProbsFull
+//   convert  slot ids -> offsets -> records in a staging ring -> bf16 tile      TileFree  -> TileFull
+//   scores   Q (bulk copy, RoPE), S^T = K Q^T, softmax, P^T                     TileFull  -> ProbsFull
 //   output 0 O[64 heads, dims 0..255]   += P V, then the epilogue               ProbsFull -> TileFree
 //   output 1 O[64 heads, dims 256..511] += P V, then the epilogue               ProbsFull -> TileFree
 //
-// An item's row sums (Inverse) come from the score warps; ItemDone frees its cos/sin and sums.
+// TileFree is per 16 rows, so that conversion follows P V through a tile. An item's row sums
+// (Inverse) come from the score warps; ItemDone frees its cos/sin and sums.
 #include "convert.cuh"
 #include "output.cuh"
 
@@ -27,17 +28,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (thread == 0) {
     for (int x = 0; x < 2; x++) {
       mbar_init(smem + kBarTileFull + 8 * x, 4);
-      mbar_init(smem + kBarTileFree + 8 * x, 8);
+      for (int s = 0; s < kSteps; s++) mbar_init(smem + kBarTileFree + 8 * (x * kSteps + s), 8);
       mbar_init(smem + kBarProbsFull + 8 * x, 4);
     }
     mbar_init(smem + kBarInverse, 2);
     mbar_init(smem + kBarItemDone, 8);
+    mbar_init(smem + kBarQ, 1);
+    fence_async_proxy();
   }
   __syncthreads();
 
   if (role == 0) {
     shrink_registers<kConvertRegisters>();
-    convert_role(p, smem, warp, first_item, item_step);
+    convert_role(p, smem, warp, first_item, item_step, rank);
     if (p.split > 1) {
       cluster_sync();
       cluster_sync();

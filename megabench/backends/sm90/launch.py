@@ -40,6 +40,8 @@ class Params(ctypes.Structure):
         ("scale_word", ctypes.c_int64),
         ("scale_group", ctypes.c_int64),
         ("page", _Pair32),
+        ("page_magic", _Pair32),
+        ("page_shift", _Pair32),
         ("page_stride", _Pair32),
         ("slots", _Pair32),
         ("topk", ctypes.c_int32 * 2),
@@ -47,7 +49,6 @@ class Params(ctypes.Structure):
         ("items", ctypes.c_int32),
         ("head_tiles", ctypes.c_int32),
         ("split", ctypes.c_int32),
-        ("extra_fp4", ctypes.c_int32),
         ("scale_log2", ctypes.c_float),
     )
 
@@ -57,13 +58,17 @@ def _pointer(tensor: torch.Tensor | None) -> int | None:
 
 
 class DecodeKernel:
-    """The loaded kernel of one device."""
+    """The loaded kernel of one device, built for one record type of the extra cache."""
 
-    def __init__(self, device: torch.device, defines: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, device: torch.device, extra_fp4: bool, defines: tuple[str, ...] = ()
+    ) -> None:
         self._driver, _ = bindings()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes torch's context current
-            self._function = load_function(ENTRY, KERNEL, SHARED_BYTES, defines)
+            self._function = load_function(
+                ENTRY, KERNEL, SHARED_BYTES, (f"EXTRA_FP4={int(extra_fp4)}", *defines)
+            )
             self._sms = torch.cuda.get_device_properties(device).multi_processor_count
             self._clusters = {size: self._most_clusters(size) for size in CLUSTER_SIZES}
         self._configs: dict[tuple[int, int], Any] = {}
@@ -117,15 +122,24 @@ class DecodeKernel:
 
 
 @cache
-def decode_kernel(device_index: int, defines: tuple[str, ...] = ()) -> DecodeKernel:
+def decode_kernel(
+    device_index: int, extra_fp4: bool, defines: tuple[str, ...] = ()
+) -> DecodeKernel:
     """The kernel of one device, compiled and loaded on first use."""
-    return DecodeKernel(torch.device("cuda", device_index), defines)
+    return DecodeKernel(torch.device("cuda", device_index), extra_fp4, defines)
+
+
+def divisor(number: int) -> tuple[int, int]:
+    """(magic, shift) with n // number == n * magic >> shift for 0 <= n < 2^31, magic < 2^32."""
+    shift = 31 + (number - 1).bit_length()
+    return (1 << shift) // number + 1, shift
 
 
 def _pool(params: Params, which: int, cache_: torch.Tensor, record: KVRecord) -> None:
     blocks, page = cache_.shape[0], cache_.shape[1]
     params.pool[which] = cache_.data_ptr()
     params.page[which] = page
+    params.page_magic[which], params.page_shift[which] = divisor(page)
     stride = cache_.stride(0) if blocks > 1 else page * record.nbytes
     params.page_stride[which] = stride // 16
     params.slots[which] = blocks * page
@@ -155,7 +169,6 @@ def decode_params(
     params.topk[0], params.index_stride[0] = indices.shape[1], indices.stride(0)
     if extra_kv is not None and extra_indices is not None:
         record = NVFP4 if extra_kv.shape[-1] == NVFP4.nbytes else FP8
-        params.extra_fp4 = record is NVFP4
         _pool(params, 1, extra_kv, record)
         params.indices[1], params.lengths[1] = extra_indices.data_ptr(), _pointer(extra_topk_length)
         params.topk[1], params.index_stride[1] = extra_indices.shape[1], extra_indices.stride(0)

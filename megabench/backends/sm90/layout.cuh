@@ -3,6 +3,10 @@
 
 #include "wgmma.cuh"
 
+#ifndef EXTRA_FP4
+#define EXTRA_FP4 0  // 1: the extra cache holds 288-byte NVFP4 records
+#endif
+constexpr bool kExtraFp4 = EXTRA_FP4;
 constexpr int kHeads = 64;        // heads of one work item: one wgmma M (or N) of 64
 constexpr int kDim = 512;         // K and V are the same 512-wide row
 constexpr int kBlock = 64;        // KV rows of one tile
@@ -11,7 +15,9 @@ constexpr int kOutChunk = 32;     // dims under one output scale
 constexpr int kOutChunks = kDim / kOutChunk;
 constexpr int kWvGroup = 8;       // heads of one wo_a group
 constexpr int kRopeDims = 64;     // the last dims of a row
-constexpr int kLookahead = 5;     // blocks from an index read to its scores
+constexpr int kStep = 16;         // KV rows of one wgmma of P V; a tile is freed step by step
+constexpr int kSteps = kBlock / kStep;
+constexpr int kLookahead = 5;     // blocks from a record's L2 prefetch to its conversion
 constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
 
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
@@ -32,13 +38,13 @@ struct Params {
   i64 q_stride;              // elements per token
   i64 scale_word, scale_group;  // strides in words
   u32 page[2];               // tokens per page
+  u32 page_magic[2], page_shift[2];  // slot / page == slot * magic >> shift, for slot < 2^31
   u32 page_stride[2];        // in units of 16 bytes
   u32 slots[2];              // slots of the pool
   int topk[2], index_stride[2];
   int items;                 // tokens x head tiles
   int head_tiles;            // padded heads / 64
   int split;                 // CTAs per cluster
-  int extra_fp4;             // the extra cache holds 288-byte NVFP4 records
   float scale_log2;          // sm_scale * log2(e)
 };
 
@@ -56,7 +62,8 @@ constexpr u32 kScaleBytes = 16 * kScalePitch;
 // ---- shared memory, bytes
 constexpr u32 kTileGroup = kBlock * 128;               // 64 rows x 64 dims, swizzled
 constexpr u32 kTileBytes = kTileGroup * (kDim / kGroupDims);
-constexpr u32 kSmemQ = 0;                              // [8 groups][64 heads][128]
+constexpr u32 kQChunk = kHeads * 32;                   // 64 heads x 16 dims, swizzled
+constexpr u32 kSmemQ = 0;                              // [32 chunks][64 heads][32]
 constexpr u32 kSmemKV = kSmemQ + kTileBytes;           // [2 tiles][8 groups][64 rows][128]
 constexpr u32 kSmemP = kSmemKV + 2 * kTileBytes;       // P^T [64 rows][64 heads] bf16
 constexpr u32 kSmemRaw = kSmemP + kBlock * 128;        // [4 warps][kUnits] staged data
@@ -71,10 +78,10 @@ constexpr u32 kSmemCosSin = kSmemInverse + 2 * kHeads * 4;        // float [2][6
 constexpr u32 kSmemMeta = kSmemCosSin + 2 * kRopeDims * 4;        // u32 [kSlots]
 constexpr u32 kSmemRaised = kSmemMeta + kSlots * 4;               // u32 [2]
 constexpr u32 kSmemBars = kSmemRaised + 8;
-constexpr u32 kBarTileFull = kSmemBars, kBarTileFree = kBarTileFull + 16,
-              kBarProbsFull = kBarTileFree + 16, kBarInverse = kBarProbsFull + 16,
-              kBarItemDone = kBarInverse + 8;
-constexpr u32 kSmemBytes = kBarItemDone + 8;
+constexpr u32 kBarTileFull = kSmemBars, kBarTileFree = kBarTileFull + 16,  // [2], [2][kSteps]
+              kBarProbsFull = kBarTileFree + 64, kBarInverse = kBarProbsFull + 16,
+              kBarItemDone = kBarInverse + 8, kBarQ = kBarItemDone + 8;
+constexpr u32 kSmemBytes = kBarQ + 8;
 static_assert(kSmemBytes <= 232448, "an SM gives a CTA 227 KB");
 
 constexpr u32 kNoRow = ~0u;       // offset of a masked row
@@ -83,7 +90,7 @@ constexpr u32 kMetaLast = 2;      // last block of its item
 // NVFP4 rows are held times 2^-9, so that code * scale stays inside bf16's exponents.
 constexpr float kFp4Shift = 9.f, kFp4Up = 512.f, kFp4Down = 1.f / 512.f;
 
-enum NamedBarrier { kBarStart = 1, kBarScores = 2 };
+constexpr int kBarScores = 1;     // named barrier of the score warps
 
 // Where a thread stands in its role. Made inside a role, so that no register outlives it.
 struct Lane {

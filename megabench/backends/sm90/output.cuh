@@ -8,42 +8,55 @@
 #include "scores.cuh"
 
 // Divides, rotates back and quantizes a chunk: eight heads (one a row) x 32 dims. v: dims 4*col..+3
-// of the first 16, then of the second. Writes 256 codes at `out`; returns the scale bytes of heads
-// 0-3 (lanes 0-15) or 4-7 (lanes 16-31) as one word.
+// of the first 16, then of the second, not yet divided. Writes the lane's 8 codes at `out` (see
+// code_offset); returns the scale byte of the lane's head.
 DEVICE u32 finish_chunk(float (&v)[8], float inverse, const float* cos_sin, int chunk, u8* out,
-                        Lane me) {
-#pragma unroll
-  for (int i = 0; i < 8; i++) v[i] *= inverse;
+                        int col) {
   const int rope = chunk - (kOutChunks - kRopeDims / kOutChunk);
   if (rope >= 0) {
 #pragma unroll
     for (int i = 0; i < 8; i += 2) {
-      const int pair = rope * 16 + (i >> 2) * 8 + 2 * me.col + ((i >> 1) & 1);
+      const int pair = rope * 16 + (i >> 2) * 8 + 2 * col + ((i >> 1) & 1);
       const float cos = cos_sin[pair], sin = cos_sin[pair + kRopeDims / 2], a = v[i], b = v[i + 1];
       v[i] = __fadd_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
       v[i + 1] = __fsub_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
     }
   }
-  float most = 1e-4f;
+  float most = fabsf(v[0]);
 #pragma unroll
-  for (int i = 0; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
+  for (int i = 1; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
   most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+  most = fmaxf(most * inverse, 1e-4f);
   // ceil(log2(most / 448)) + 127 on bits: 448 = 1.75 * 2^8
-  const u32 bits = __float_as_uint(most);
-  const u32 byte = (bits >> 23) - 8 + ((bits & 0x7fffffu) > 0x600000u);
-  const float factor = __uint_as_float((254 - byte) << 23);
+  const u32 byte = (__float_as_uint(most) - 0x04600001u + 0x00800000u) >> 23;
+  const float factor = __uint_as_float((254 - byte) << 23) * inverse;
   const u32 first = pack_e4m3(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor);
   const u32 second = pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor);
-  // Neighbouring lanes trade words, so that each stores 8 bytes: even lanes of the first 16 dims.
-  const bool odd = me.col & 1;
+  // Neighbouring lanes trade words: even lanes store 8 of the first 16 dims, odd lanes of the second.
+  const bool odd = col & 1;
   const u32 other = __shfl_xor_sync(~0u, odd ? first : second, 1);
-  const u32 at = me.row * kOutChunk + (odd ? 16 + 4 * (me.col - 1) : 4 * me.col);
-  *(uint2*)(out + at) = odd ? make_uint2(other, second) : make_uint2(first, other);
-  u32 word = byte << (8 * (me.row & 3));
+  *(uint2*)out = odd ? make_uint2(other, second) : make_uint2(first, other);
+  return byte;
+}
+// Where in a chunk's 256 bytes a lane stores.
+DEVICE u32 code_offset(Lane me) {
+  return me.row * kOutChunk + (me.col & 1 ? 16 + 4 * (me.col - 1) : 4 * me.col);
+}
+
+// Scale bytes of four heads (rows 4h..4h+3) as one word, in all their lanes.
+DEVICE u32 join_heads(u32 byte, int row) {
+  u32 word = byte << (8 * (row & 3));
   word |= __shfl_xor_sync(~0u, word, 4);
-  word |= __shfl_xor_sync(~0u, word, 8);
-  return word;
+  return word | __shfl_xor_sync(~0u, word, 8);
+}
+
+// Each lane holds four bytes of its row; afterwards lane row 4h + b holds byte b of rows 4h..4h+3.
+DEVICE u32 transpose_bytes(u32 bytes, int row) {
+  const u32 far = __shfl_xor_sync(~0u, bytes, 8);
+  bytes = __byte_perm(bytes, far, row & 2 ? 0x3276 : 0x5410);
+  const u32 near = __shfl_xor_sync(~0u, bytes, 4);
+  return __byte_perm(bytes, near, row & 1 ? 0x3715 : 0x6240);
 }
 
 struct Output {
@@ -79,15 +92,13 @@ struct Output {
     }
   }
 
-  // Brings an item's Q into L2 ahead of its copy: 32 chunks of 2 KB.
+  // Brings an item's Q into L2 ahead of its copy. One thread.
   DEVICE void prefetch_q(int item) const {
-    const int token = token_of(p, item), head0 = first_head(p, item);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int line = (i * 2 + half) * kRoleThreads + me.warp * 32 + me.lane;
-      prefetch_l2(p.q + token * p.q_stride + (line / 16 * p.head_tiles * kHeads + head0) * 16 +
-                  line % 16 * 64);
-    }
+    const u16* q = p.q + token_of(p, item) * p.q_stride + first_head(p, item) * 16;
+    const int pieces = p.head_tiles == 1 ? 1 : kDim / 16;
+#pragma unroll 1
+    for (int i = 0; i < pieces; i++)
+      bulk_prefetch_l2(q + i * p.head_tiles * kHeads * 16, kTileBytes / pieces);
   }
 
   DEVICE void accumulate(u32 block, bool first) {
@@ -104,28 +115,35 @@ struct Output {
         t[3] *= b;
       }
     }
-    const u64 probs = tile_descriptor(smem + kSmemP, kTileGroup);
+    const u64 probs = tile_descriptor<128>(smem + kSmemP, kTileGroup);
     const u64 values =
-        tile_descriptor(smem + kSmemKV + tile * kTileBytes + half * 4 * kTileGroup, kTileGroup);
+        tile_descriptor<128>(smem + kSmemKV + tile * kTileBytes + half * 4 * kTileGroup, kTileGroup);
+    const u32 free = smem + kBarTileFree + tile * kSteps * 8;
     pin(o[0]);
     pin(o[1]);
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < kBlock / 16; s++) {
-      const u64 step = descriptor_step(s * 2048);
+    for (int s = 0; s < kSteps; s++) {
+      const u64 step = descriptor_step(s * kStep * 128);
       wgmma_m64n128(o[0], probs + step, values + step, s || !first);
       wgmma_m64n128(o[1], probs + step, values + step + descriptor_step(2 * kTileGroup), s || !first);
+      wgmma_commit();
+      if (s > 0) {
+        wgmma_wait<1>();
+        if (me.lane == 0) mbar_arrive(free + (s - 1) * 8);
+      }
     }
-    wgmma_commit();
-    wgmma_wait();
+    wgmma_wait<0>();
     pin(o[0]);
     pin(o[1]);
+    if (me.lane == 0) mbar_arrive(free + (kSteps - 1) * 8);
   }
 
   DEVICE void store_item(int item, u32 turn) {
     const float* inverse = (const float*)(mem + kSmemInverse) + (turn & 1) * kHeads;
     const float* cos_sin = (const float*)(mem + kSmemCosSin) + (turn & 1) * kRopeDims;
-    u32 kept = 0;
+    u8* out = chunk_out(item, 2 * me.warp, half * 8) + code_offset(me);
+    u32 bytes = 0;  // of chunks col and col + 4, rows and rows + 8
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float inv = inverse[16 * me.warp + 8 * r + me.row];
@@ -133,14 +151,13 @@ struct Output {
       for (int j = 0; j < 8; j++) {
         float v[8];
         chunk_fragment(j, r, v);
-        const int chunk = half * 8 + j;
-        const u32 word = finish_chunk(v, inv, cos_sin, chunk,
-                                      chunk_out(item, 2 * me.warp + r, chunk), me);
-        if ((me.lane & 15) == r * 8 + j) kept = word;
+        u8* to = out + (r * kOutChunks + j) * (kWvGroup * kOutChunk);
+        const u32 byte = finish_chunk(v, inv, cos_sin, half * 8 + j, to, me.col);
+        if (me.col == (j & 3)) bytes |= byte << (8 * (2 * r + (j >> 2)));
       }
     }
-    const int r = (me.lane >> 3) & 1, j = me.lane & 7;
-    *scale_out(item, 2 * me.warp + r, half * 8 + j, me.lane >> 4) = kept;
+    const int r = (me.row >> 1) & 1, j = me.col + 4 * (me.row & 1);
+    *scale_out(item, 2 * me.warp + r, half * 8 + j, me.row >> 2) = transpose_bytes(bytes, me.row);
   }
 
   // Every CTA of the cluster owns 8 / split groups: it gets their partial outputs from all ranks in
@@ -188,8 +205,9 @@ struct Output {
         v[7] = fmaf(b.w, weight, v[7]);
       }
       const float sink = p.sink ? p.sink[head0 + head] : -kInfinity;
-      const u32 word = finish_chunk(v, inverse_sum(reference, sum, sink), cos_sin, chunk,
-                                    chunk_out(item, group, chunk), me);
+      const u32 byte = finish_chunk(v, inverse_sum(reference, sum, sink), cos_sin, chunk,
+                                    chunk_out(item, group, chunk) + code_offset(me), me.col);
+      const u32 word = join_heads(byte, me.row);
       if ((me.lane & 15) == 0) *scale_out(item, group, chunk, me.lane >> 4) = word;
       if (chunk == 0 && me.col == 0)
         p.lse[(i64)(token_of(p, item)) * p.head_tiles * kHeads + head0 + head] =
@@ -206,7 +224,8 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   u32 block = 0, turn = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
-    if (item + item_step < p.items) out.prefetch_q(item + item_step);
+    if (half == 0 && me.warp == 0 && me.lane == 0 && item + item_step < p.items)
+      out.prefetch_q(item + item_step);
     bool first = true, last;
 #pragma unroll 1
     do {
@@ -214,8 +233,6 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
       mbar_wait(smem + kBarProbsFull + 8 * tile, (block >> 1) & 1);
       last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
       out.accumulate(block, first);
-      __syncwarp();
-      if (me.lane == 0) mbar_arrive(smem + kBarTileFree + 8 * tile);
       first = false;
       block++;
     } while (!last);

@@ -5,7 +5,7 @@
 // a block: the common path has no maximum across lanes, and the output is rarely rescaled.
 #pragma once
 
-#include "cursor.cuh"
+#include "layout.cuh"
 
 constexpr float kRaiseAbove = 40.f;      // log2; probabilities stay far inside bf16 and fp32
 constexpr float kNoReference = -1e30f;
@@ -27,22 +27,21 @@ struct Scores {
   DEVICE float* floats(u32 at) { return (float*)(mem + at); }
   DEVICE void sync() { bar_sync(kBarScores, kRoleThreads); }
 
-  // Starts the copy of an item's Q and its cos/sin row. Each warp brings its own 16 heads.
-  DEVICE void issue_q(int item, int position, int parity) {
-    const int token = token_of(p, item), head0 = first_head(p, item);
-    const int half = lane & 1, chunk = (lane >> 1) & 3, padded = p.head_tiles * kHeads;
+  // One thread starts the copy of an item's Q and cos/sin row.
+  DEVICE void copy_q(int item, int position, u32 parity) {
+    const int padded = p.head_tiles * kHeads;
+    const u16* q = p.q + token_of(p, item) * p.q_stride + first_head(p, item) * 16;
+    const u32 bar = smem + kBarQ;
+    mbar_arrive_expect(bar, kTileBytes + kRopeDims * 4);
+    bulk_copy(smem + kSmemCosSin + parity * kRopeDims * 4, p.cos_sin + (i64)position * kRopeDims,
+              kRopeDims * 4, bar);
+    if (padded == kHeads) {
+      bulk_copy(smem + kSmemQ, q, kTileBytes, bar);
+    } else {
 #pragma unroll 1
-    for (int k = 0; k < 4; k++) {
-      const int head = 16 * warp + 4 * k + (lane >> 3);
-      const u16* src = p.q + token * p.q_stride + ((i64)chunk * padded + head0 + head) * 16 + half * 8;
-      const u32 dst = smem + kSmemQ + head * 128 + (((2 * chunk + half) ^ (head & 7)) << 4);
-#pragma unroll
-      for (int i = 0; i < 8; i++) copy16(dst + i * kTileGroup, src + (i64)i * 64 * padded);
+      for (int chunk = 0; chunk < kDim / 16; chunk++)
+        bulk_copy(smem + kSmemQ + chunk * kQChunk, q + chunk * padded * 16, kQChunk, bar);
     }
-    if (warp == 0 && lane < 16)
-      copy16(smem + kSmemCosSin + parity * kRopeDims * 4 + lane * 16,
-             p.cos_sin + (i64)position * kRopeDims + lane * 4);
-    copy_commit();
   }
 
   // RoPE of adjacent pairs, fp32, rounded to bf16.
@@ -52,32 +51,30 @@ struct Scores {
                      __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
   }
 
-  // RoPE on the last 64 dims and the tile's column order, in place, 16 dims a lane.
-  DEVICE void finish_q(int parity) {
-    copy_wait<0>();
-    sync();
-    const int chunk = lane & 3;
-    const float* cs = floats(kSmemCosSin) + parity * kRopeDims + 8 * chunk;
+  // In place: RoPE on the last four chunks, the tile's column order, the swizzle. A lane has 8 dims
+  // of a head, its neighbour the other 8 of the chunk; afterwards one has the even pairs.
+  DEVICE void finish_q(u32 turn) {
+    mbar_wait(smem + kBarQ, turn & 1);
+    const bool second = lane & 1;
+    const float* cs = floats(kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp + 4 * second;
 #pragma unroll 1
-    for (int k = 0; k < 2; k++) {
-      const int head = 16 * warp + 8 * k + (lane >> 2);
-      const u32 at = smem + kSmemQ + head * 128 + (((2 * chunk) ^ (head & 7)) << 4);
+    for (int i = 0; i < 8; i++) {
+      const u32 from = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 16;
 #pragma unroll
-      for (int i = 0; i < 8; i++) {
-        u32 v[8], even[4], odd[4];
-        load_shared4(at + i * kTileGroup, v);
-        load_shared4((at ^ 16) + i * kTileGroup, v + 4);
+      for (int k = 0; k < 4; k++) {  // 16 heads each
+        u32 v[4];
+        load_shared4(from + k * 512, v);
         if (i == 7) {
 #pragma unroll
-          for (int j = 0; j < 8; j++) v[j] = rotate(v[j], cs[j], cs[j + kRopeDims / 2]);
+          for (int j = 0; j < 4; j++) v[j] = rotate(v[j], cs[j], cs[j + kRopeDims / 2]);
         }
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-          even[s] = __byte_perm(v[2 * s], v[2 * s + 1], 0x5410);
-          odd[s] = __byte_perm(v[2 * s], v[2 * s + 1], 0x7632);
-        }
-        store_shared4(at + i * kTileGroup, even);
-        store_shared4((at ^ 16) + i * kTileGroup, odd);
+        const u32 even0 = __byte_perm(v[0], v[1], 0x5410), even1 = __byte_perm(v[2], v[3], 0x5410);
+        const u32 odd0 = __byte_perm(v[0], v[1], 0x7632), odd1 = __byte_perm(v[2], v[3], 0x7632);
+        const u32 got0 = __shfl_xor_sync(~0u, second ? even0 : odd0, 1);
+        const u32 got1 = __shfl_xor_sync(~0u, second ? even1 : odd1, 1);
+        const u32 out[4] = {second ? got0 : even0, second ? got1 : even1, second ? odd0 : got0,
+                            second ? odd1 : got1};
+        store_shared4((from + k * 512) ^ (lane & 8 ? 16 : 0), out);
       }
     }
     fence_async_proxy();
@@ -85,34 +82,41 @@ struct Scores {
   }
 
   DEVICE void multiply(u32 tile) {
-    const u64 k = tile_descriptor(smem + kSmemKV + tile * kTileBytes, 16);
-    const u64 q = tile_descriptor(smem + kSmemQ, 16);
+    const u64 k = tile_descriptor<128>(smem + kSmemKV + tile * kTileBytes, 16);
+    const u64 q = tile_descriptor<32>(smem + kSmemQ, 16);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < 8; i++)
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
-        const u64 step = descriptor_step(i * kTileGroup + s * 32);
-        wgmma_m64n64(x, k + step, q + step, i || s);
-      }
+      for (int s = 0; s < 4; s++)
+        wgmma_m64n64(x, k + descriptor_step(i * kTileGroup + s * 32),
+                     q + descriptor_step((4 * i + s) * kQChunk), i || s);
     wgmma_commit();
+    wgmma_wait<0>();
+    pin(x);
   }
 
   // x becomes log2 of each probability over the reference; raised references are published.
-  DEVICE void reference(u32 slot, u32 tile, bool fp4) {
-    const u32* offsets = (const u32*)(mem + kSmemOffsets) + slot * kBlock + 16 * warp + row;
+  DEVICE void reference(u32 block, bool fp4) {
+    const u32 tile = block & 1;
+    const u32* offsets = (const u32*)(mem + kSmemOffsets) + block % kSlots * kBlock + 16 * warp + row;
     const bool live0 = offsets[0] != kNoRow, live1 = offsets[8] != kNoRow;
     const float scale = fp4 ? p.scale_log2 * kFp4Up : p.scale_log2;
     const float bias = fp4 ? kFp4Shift : 0.f;
     const float* neg = floats(kSmemNegRef) + (fp4 ? kHeads : 0) + 2 * col;
+    if (__any_sync(~0u, !live0 || !live1)) {
+#pragma unroll
+      for (int n = 0; n < 32; n++)
+        if (n & 2 ? !live1 : !live0) x[n] = -kInfinity;
+    }
     float top = -kInfinity;
 #pragma unroll
     for (int n = 0; n < 8; n++) {
       const float2 r = have_reference ? *(const float2*)(neg + 8 * n) : make_float2(bias, bias);
-      x[4 * n] = live0 ? fmaf(x[4 * n], scale, r.x) : -kInfinity;
-      x[4 * n + 1] = live0 ? fmaf(x[4 * n + 1], scale, r.y) : -kInfinity;
-      x[4 * n + 2] = live1 ? fmaf(x[4 * n + 2], scale, r.x) : -kInfinity;
-      x[4 * n + 3] = live1 ? fmaf(x[4 * n + 3], scale, r.y) : -kInfinity;
+      x[4 * n] = fmaf(x[4 * n], scale, r.x);
+      x[4 * n + 1] = fmaf(x[4 * n + 1], scale, r.y);
+      x[4 * n + 2] = fmaf(x[4 * n + 2], scale, r.x);
+      x[4 * n + 3] = fmaf(x[4 * n + 3], scale, r.y);
       top = fmaxf(fmaxf(top, fmaxf(x[4 * n], x[4 * n + 1])), fmaxf(x[4 * n + 2], x[4 * n + 3]));
     }
     bool raised = false;
@@ -181,7 +185,9 @@ struct Scores {
       packed[n][0] = pack_bf16(a, b);
       packed[n][1] = pack_bf16(c, d);
     }
-    if (block > 0) mbar_wait(smem + kBarTileFree + 8 * ((block - 1) & 1), ((block - 1) >> 1) & 1);
+    if (block > 0)  // the last step of the previous block has been multiplied
+      mbar_wait(smem + kBarTileFree + (((block - 1) & 1) * kSteps + kSteps - 1) * 8,
+                ((block - 1) >> 1) & 1);
     const u32 to = smem + kSmemP + (16 * warp + ((lane >> 3) & 1) * 8 + (lane & 7)) * 128 +
                    (((lane >> 4) ^ (lane & 7)) << 4);
 #pragma unroll
@@ -225,47 +231,35 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   const Lane me(warp);
   Scores s(p, mem, me);
   const u32 smem = s.smem;
-  Cursor cursor(p, smem, me, first_item, item_step, rank);
-  int position = p.positions[token_of(p, first_item)];
-#pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) cursor.fetch();
-#pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) cursor.publish();
-  bar_arrive(kBarStart, 2 * kRoleThreads);
-  s.issue_q(first_item, position, 0);
-  cursor.fetch();
+  const bool leader = me.warp == 0 && me.lane == 0;
+  int position = load_index(p.positions + token_of(p, first_item));
+  if (leader) s.copy_q(first_item, position, 0);
 
   u32 block = 0, turn = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     const int next = item + item_step;
     if (next < p.items) position = load_index(p.positions + token_of(p, next));
-    s.finish_q(turn & 1);
+    s.finish_q(turn);
     s.have_reference = false;
 #pragma unroll
     for (int n = 0; n < 16; n++) s.sum[n] = 0.f;
     bool last;
 #pragma unroll 1
     do {
-      const u32 tile = block & 1, slot = block % kSlots;
-      mbar_wait(smem + kBarTileFull + 8 * tile, (block >> 1) & 1);
-      s.multiply(tile);
-      cursor.publish();
-      cursor.fetch();
-      const u32 meta = load_shared(smem + kSmemMeta + slot * 4);
-      const bool fp4 = (meta & kMetaExtra) && p.extra_fp4;
+      mbar_wait(smem + kBarTileFull + 8 * (block & 1), (block >> 1) & 1);
+      const u32 meta = load_shared(smem + kSmemMeta + block % kSlots * 4);
+      const bool fp4 = kExtraFp4 && (meta & kMetaExtra);
       last = meta & kMetaLast;
-      wgmma_wait();
-      pin(s.x);
-      if (last && next < p.items) {
-        if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // its cos/sin are free
-        s.sync();                                                      // every warp is done with Q
-        s.issue_q(next, position, (turn + 1) & 1);
-      }
-      s.reference(slot, tile, fp4);
+      s.multiply(block & 1);
+      s.reference(block, fp4);
       s.probabilities(block, fp4);
       block++;
     } while (!last);
+    if (leader && next < p.items) {  // every warp passed a barrier after its last product: Q may go
+      if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // and the old cos/sin
+      s.copy_q(next, position, (turn + 1) & 1);
+    }
 
     const float2 t = s.totals();
     const int head = 32 * me.warp + me.lane;

@@ -3,18 +3,20 @@
 
 #include "ptx.cuh"
 
-// Descriptor of a tile whose 128-byte rows are swizzled in atoms of 8 rows (1024 bytes).
+// Descriptor of a tile with swizzled rows of `Row` (32 or 128) bytes, in atoms of 8 rows.
 // `leading`: bytes between neighbouring 64-element column groups (MN-major operands only).
-DEVICE u64 tile_descriptor(u32 address, u32 leading) {
-  constexpr u64 kSwizzle128 = 1ull << 62, kAtom = (u64)(1024 >> 4) << 32;
-  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | kAtom | kSwizzle128;
+template <int Row> DEVICE u64 tile_descriptor(u32 address, u32 leading) {
+  constexpr u64 kSwizzle = (Row == 128 ? 1ull : 3ull) << 62, kAtom = (u64)(8 * Row >> 4) << 32;
+  return (u64)((address & 0x3FFFF) >> 4) | ((u64)(leading >> 4) << 16) | kAtom | kSwizzle;
 }
 // A byte offset as descriptor units; added to a descriptor.
 DEVICE constexpr u64 descriptor_step(u32 bytes) { return bytes >> 4; }
 
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-DEVICE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+template <int Pending> DEVICE void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
 
 // Keeps the compiler from moving accesses of an accumulator across this point.
 template <int N> DEVICE void pin(float (&d)[N]) {
