@@ -60,19 +60,23 @@ def step_arms(pool: LayerPool, workload: Workload, name: str, backend: Backend) 
     calls = record_step(layer, first.run)
     left_out = PARTS if workload.device.type == "cpu" else ()
     ops = [op for op in split_step(calls) if op.name not in left_out]
-    arms = {op.name: _op_arm(op, name, backend) for op in ops}
+    plain = workload.case.family == "random"
+    arms = {op.name: _op_arm(op, name, backend, plain) for op in ops}
     if workload.case.num_tokens:
         arms[STEP] = _step_arm(pool, workload, name, backend, first, calls)
     return arms
 
 
-def _op_arm(op: StepOp, name: str, backend: Backend) -> Arm:
+def _op_arm(op: StepOp, name: str, backend: Backend, plain: bool) -> Arm:
+    """`plain` inputs are none of the families that may make an output independent of a sign."""
+    sensitive = plain and (op.work.flops > 0 or op.name == "pad_insert")
+
     def more(count: int) -> list[Copy]:
         copies = []
         for _ in range(count):
             calls = clone_calls(op.calls)
             prepare_weights(calls, backend)
-            copies.append(_op_copy(calls, backend))
+            copies.append(_op_copy(calls, backend, sensitive))
         return copies
 
     return Arm(
@@ -81,17 +85,18 @@ def _op_arm(op: StepOp, name: str, backend: Backend) -> Arm:
         work=op.work,
         calls=len(op.calls),
         copy_bytes=sum(storages(op.calls).values()),
-        first=_op_copy(op.calls, backend),
+        first=_op_copy(op.calls, backend, sensitive),
         more=more,
         note=op.note,
     )
 
 
-def _op_copy(calls: list[OpCall], backend: Backend) -> Copy:
+def _op_copy(calls: list[OpCall], backend: Backend, sensitive: bool) -> Copy:
     return Copy(
         run=run_calls(calls, backend),
         targets=targets_of(calls),
         flippable=input_of(calls),
+        sensitive=sensitive,
         inputs=frozenset(storages(calls)),
     )
 

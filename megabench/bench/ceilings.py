@@ -97,7 +97,10 @@ def _streams(device: torch.device) -> Iterator[Probe]:
     mib = size >> 20
     yield Probe("read", size, "B/s", f"sum of {mib} MiB", lambda: [source.sum()])
     yield Probe("write", size, "B/s", f"fill of {mib} MiB", lambda: [target.fill_(2.0)])
-    yield Probe("copy", 2 * size, "B/s", f"copy of {mib} MiB", lambda: [target.copy_(source)])
+    # A kernel, not copy_: that may go to the copy engine, which is slower than the SMs.
+    yield Probe(
+        "copy", 2 * size, "B/s", f"negation of {mib} MiB", lambda: [torch.neg(source, out=target)]
+    )
 
 
 def _gathers(device: torch.device) -> Iterator[Probe]:
@@ -105,24 +108,20 @@ def _gathers(device: torch.device) -> Iterator[Probe]:
     generator = torch.Generator().manual_seed(0)
     pool_bytes, moved = _stream_bytes(device), _stream_bytes(device) // 8
     for row in ROW_BYTES:
-        # 16 bytes an element, as a kernel would load them: complex128 is torch's only such type.
-        pool = torch.zeros((pool_bytes // row, row // 16), dtype=torch.complex128, device=device)
+        pool = torch.zeros((pool_bytes // row, row // 4), dtype=torch.float32, device=device)
         rows = moved // row
         index = torch.randint(pool.shape[0], (rows,), generator=generator).to(device)
-        out = pool.new_empty((rows, row // 16))
 
-        def run(
-            pool: torch.Tensor = pool, index: torch.Tensor = index, out: torch.Tensor = out
-        ) -> list[torch.Tensor]:
-            return [torch.index_select(pool, 0, index, out=out)]
+        def run(pool: torch.Tensor = pool, index: torch.Tensor = index) -> list[torch.Tensor]:
+            return [pool[index]]
 
-        what = f"index_select of {rows} random {row}-byte rows"
+        what = f"{rows} random {row}-byte rows, written in order"
         yield Probe(f"gather_{row}", 2 * rows * row, "B/s", what, run)
 
 
 def _l2(device: torch.device) -> Iterator[Probe]:
-    """In-place add over a buffer of a quarter of the L2, many times in one graph."""
-    size = torch.cuda.get_device_properties(device).L2_cache_size // 4
+    """In-place add over a buffer of half the L2, many times in one graph."""
+    size = torch.cuda.get_device_properties(device).L2_cache_size // 2
     buffer = torch.ones(size // 4, dtype=torch.float32, device=device)
     passes = 50
 

@@ -2,7 +2,8 @@
 
 Before each check the outputs are poisoned. Two checks: the timed form, run once more, writes bit
 for bit what the untimed run wrote; and with the sign of an input flipped it writes what an untimed
-run of the flipped input writes. The second catches an output that is kept, not computed.
+run of the flipped input writes, and something new where the op must. The second catches an output
+that is kept, not computed.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Copy:
     targets: list[Target] = field(default_factory=list)
     flippable: torch.Tensor | None = None
     """An input whose sign decides the outputs, None where there is none."""
+    sensitive: bool = False
+    """Whether the outputs must change with that sign: no cancelling, no empty work."""
     inputs: frozenset[int] = frozenset()
     """Addresses of the arguments' storages: an op may hand an argument back, which must live."""
 
@@ -69,4 +72,6 @@ def recheck(
         flip_sign_(copy.flippable)
     if not same(timed, untimed):
         return "the timed form does not follow a changed input"
+    if copy.sensitive and same(timed, expected):
+        return "outputs do not change with a changed input"
     return None

@@ -1,8 +1,8 @@
 """Cold caches: how many pointer-distinct copies of an op's arguments to rotate, and the L2 sweep.
 
 A copy comes round again only after all others, so what the rotation touches must exceed the L2
-several times over. Small ops would need too many copies: they get `MAX_SETS` and a sweep, a read
-of a buffer larger than the L2 before each sample, outside its event pair.
+several times over. Ops that would need more than `MAX_SETS` copies get a few and a sweep, a read of
+a buffer larger than the L2 before each sample, outside its event pair.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from megabench.bench.calls import OpCall, tensors_of
 
 MAX_SETS = 64
+SWEPT_SETS = 8
+"""Sets where even `MAX_SETS` would not exceed the L2 enough: the sweep does what they cannot."""
 L2_MULTIPLE = 5
 SWEEP_MULTIPLE = 2
 MEMORY_SHARE = 0.25
@@ -39,7 +41,7 @@ def plan_rotation(
     """Sets for an op that touches `touched` bytes and takes `copy_bytes` of memory a copy."""
     wanted = math.ceil(L2_MULTIPLE * l2_bytes / max(touched, 1)) + 1
     affordable = int(free_bytes * MEMORY_SHARE) // max(copy_bytes, 1)
-    sets = max(1, min(wanted, max_sets, affordable))
+    sets = max(1, min(wanted if wanted <= max_sets else SWEPT_SETS, affordable))
     rotated = sets * touched
     return Rotation(sets, rotated, sweep=rotated <= L2_MULTIPLE * l2_bytes or sets == 1)
 

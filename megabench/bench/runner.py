@@ -9,7 +9,8 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -126,39 +127,49 @@ class BenchRun:
     def _measure(
         self, case: Case, able: Sequence[str], rows: dict[str, CaseResult]
     ) -> list[Comparison]:
+        """Time every op of a case; a backend that breaks ends in error, the others go on."""
         try:
             workload = build_workload(case, self.device)
-            arms = {
-                name: step_arms(self._pool, workload, name, self._backend(case, name))
-                for name in able
-            }
+            arms: dict[str, dict[str, Arm]] = {}
+            for name in able:
+                with self._breaking(rows[name]):
+                    arms[name] = step_arms(self._pool, workload, name, self._backend(case, name))
             comparisons = []
             for op in OP_ORDER:
-                present = [name for name in able if op in arms[name]]
+                present = [a[op] for n, a in arms.items() if op in a and not _broken(rows[n])]
                 if present:
-                    comparisons += self._measure_op(case, [arms[n][op] for n in present], rows)
-            return comparisons
-        except Exception as error:
-            for name in able:
-                _ended(rows[name], "error", describe(error))
-            return []
+                    comparisons += self._measure_op(present, rows)
+            named = {"suite": self.suite, "case_id": case.id}
+            return [comparison.model_copy(update=named) for comparison in comparisons]
         finally:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
-    def _measure_op(
-        self, case: Case, arms: list[Arm], rows: dict[str, CaseResult]
-    ) -> list[Comparison]:
-        measured, comparisons = measure(self._bench, arms)
+    def _measure_op(self, arms: list[Arm], rows: dict[str, CaseResult]) -> list[Comparison]:
+        """Time one op's arms together; if one breaks, each by itself, to find it."""
+        try:
+            measured, comparisons = measure(self._bench, arms)
+        except Exception as error:
+            if len(arms) == 1:
+                _ended(rows[arms[0].backend], "error", f"{arms[0].op}: {describe(error)}")
+                return []
+            return [c for arm in arms for c in self._measure_op([arm], rows)]
         for arm, measurements in zip(arms, measured, strict=True):
             row = rows[arm.backend]
             row.measurements += measurements
             problem = _first_problem(measurements)
             if problem and row.status == "measured":
                 _ended(row, "error", problem)
-        named = {"suite": self.suite, "case_id": case.id}
-        return [comparison.model_copy(update=named) for comparison in comparisons]
+        return comparisons
+
+    @contextmanager
+    def _breaking(self, row: CaseResult) -> Iterator[None]:
+        """An exception inside ends the row in error and goes no further."""
+        try:
+            yield
+        except Exception as error:
+            _ended(row, "error", describe(error))
 
     def _backend(self, case: Case, name: str) -> Backend:
         key = (name, case.page_layout)
@@ -192,6 +203,11 @@ def describe(error: Exception) -> str:
 def _ended(row: CaseResult, status: Status, reason: str) -> CaseResult:
     row.status, row.reason = status, reason
     return row
+
+
+def _broken(row: CaseResult) -> bool:
+    """Whether the row's backend raised (a problem of a number leaves its other ops standing)."""
+    return row.status == "error" and not any(m.problem for m in row.measurements)
 
 
 def _first_problem(measurements: list[Measurement]) -> str | None:

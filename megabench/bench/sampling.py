@@ -44,7 +44,7 @@ class Policy:
     """Stopping rule of one measurement; times in seconds."""
 
     min_samples: int = 10
-    min_seconds: float = 0.02
+    min_seconds: float = 0.005
     """Least measured time: the sum of the samples."""
     timeout: float = 0.5
     """Most wall time, everything between samples included."""
@@ -61,7 +61,7 @@ class Policy:
     """Blocks of slow ops are shorter, down to one sample, so that a time-out is kept."""
 
 
-CUDA_POLICY = Policy()
+CUDA_POLICY = Policy(min_samples=30)
 CPU_POLICY = Policy(timeout=0.35)
 
 

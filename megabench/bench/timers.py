@@ -149,7 +149,7 @@ def graph_timer(
     spaced = "L2 sweep and spin before each" if sweep is not None else "spin before each"
     try:
         pool = torch.cuda.graph_pool_handle()
-        launches = [capture(run, pool) for run in runs]
+        launches = [capture(run, pool, WARM_UPS if i == 0 else 1) for i, run in enumerate(runs)]
         method = f"CUDA graph replay, event pair, {spaced}"
     except CaptureError as error:
         launches = [Launch(run, None) for run in runs]
@@ -162,13 +162,13 @@ class CaptureError(RuntimeError):
     """A run that cannot be captured; the message is the first line of the cause."""
 
 
-def capture(run: Run, pool: object = None) -> Launch:
+def capture(run: Run, pool: object = None, warm_ups: int = WARM_UPS) -> Launch:
     """Warm `run` up on a side stream and capture it. Graphs of one rotation may share a `pool`:
     they replay one after another."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(WARM_UPS):
+        for _ in range(warm_ups):
             run()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()

@@ -72,6 +72,20 @@ def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> No
     assert "changed input" in wrong
 
 
+def test_an_op_that_ignores_its_input_every_time_is_caught_where_it_must_not() -> None:
+    x, out, _, _ = case()
+    kept = x * 3.0
+
+    def run() -> list[torch.Tensor]:
+        out.fill_(2.0)
+        return [kept.clone()]
+
+    for sensitive in (True, False):
+        copy = Copy(run, [Target(out)], flippable=x, sensitive=sensitive)
+        wrong = recheck(copy, HostTimer([run], "host"), 0, observe(copy, run))
+        assert (wrong is not None) == sensitive
+
+
 def test_a_graph_that_leaves_its_returned_tensor_untouched_is_caught() -> None:
     x, out, copy, expected = case()
     static = [x * 3.0]

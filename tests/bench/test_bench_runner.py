@@ -1,0 +1,179 @@
+"""A bench run writes one durable row a case and backend, and times only what is right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megabench.backends import TorchBackend
+from megabench.bench.ceilings import CACHE_FILE
+from megabench.bench.runner import BenchRun, Judge
+from megabench.bench.sampling import Policy
+from megabench.cases import Case
+from megabench.results import Ceiling, Ceilings, RunFolder, StageResult, read_run
+
+CPU = torch.device("cpu")
+QUICK = Policy(min_samples=3, min_seconds=0.0, timeout=0.05, max_samples=6)
+SMALL = {"num_attention_heads": 8, "o_groups": 1, "hidden_size": 64, "o_lora_rank": 32}
+
+
+class Broken(TorchBackend):
+    """Raises in the last op."""
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nwith a trace")
+
+
+class Caching(TorchBackend):
+    """Keeps its first answer and gives it again, however the input changes."""
+
+    kept: torch.Tensor | None = None
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        if w.shape[0] != 8 * 512:
+            return super().linear(x, w, sw)
+        if self.kept is None:
+            self.kept = super().linear(x, w, sw)
+        return self.kept.clone()
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    """The default model with 8 heads and one group: head_dim, window and pages as ever."""
+    packaged = Path(__file__).parents[2] / "megabench/data/deepseek-v4.1-flash.config.json"
+    config = json.loads(packaged.read_text())
+    inner = config.get("text_config", config)
+    inner.update(SMALL, q_lora_rank=64)
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(config))
+    return str(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., BenchRun]:
+    """A bench run with ceilings at hand, so that none are measured."""
+
+    def make(judge: Judge | None = None, policy: Policy = QUICK) -> BenchRun:
+        folder = RunFolder.create(tmp_path / "reports", "bench")
+        rows = [("read", 1e12, "B/s"), ("fp32_matmul", 1e13, "FLOP/s")]
+        made = [
+            Ceiling.model_validate(
+                {"name": n, "value": v, "unit": u, "method": "given", "samples": 1}
+            )
+            for n, v, u in rows
+        ]
+        ceilings = Ceilings(device_name="given", ceilings=made, seconds=0.0)
+        (folder.path / CACHE_FILE.format(device="cpu")).write_text(ceilings.model_dump_json())
+        return BenchRun(
+            folder, CPU, "test", judge=judge, policy=policy, repro=lambda c, b: f"{c.id} {b}"
+        )
+
+    return make
+
+
+def right(case: Case, backend: str, device: torch.device) -> list[StageResult]:
+    return [StageResult(name="lse", ok=True, checked=1, worst=0.5)]
+
+
+def wrong(case: Case, backend: str, device: torch.device) -> list[StageResult]:
+    return [StageResult(name="lse", ok=False, checked=1, worst=9.0, message="head 3")]
+
+
+def test_two_backends_are_measured_op_by_op_and_compared(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    run = start(right)
+    names = ["torch", "megabench.backends:TorchBackend"]
+    rows = run.run([Case(model=model, batch="1q1s40_1q3")], names)
+    assert [row.backend for row in rows] == names
+    for row in rows:
+        assert (row.status, row.reason) == ("measured", "")
+        assert [m.op for m in row.measurements] == [
+            "wq_b",
+            "pad_insert",
+            "compressed_insert",
+            "prefill",
+            "global_topk",
+            "decode_attention",
+            "wo_a",
+            "wo_b",
+            "step",
+        ]
+        assert all(m.rechecked and m.problem is None for m in row.measurements)
+        assert all(m.n == len(m.samples_us) >= 3 for m in row.measurements)
+    stored = read_run(run.folder.path)
+    assert stored.cases == rows
+    assert stored.ceilings is not None
+    assert {c.op for c in stored.comparisons} == {m.op for m in rows[0].measurements}
+    assert all(c.backend == names[1] and c.baseline == "torch" for c in stored.comparisons)
+
+
+def test_a_wrong_case_is_reported_and_not_timed(start: Callable[..., BenchRun], model: str) -> None:
+    (row,) = start(wrong).run([Case(model=model, batch="1q1s40")], ["torch"])
+    assert (row.status, row.reason) == ("failed", "lse: head 3")
+    assert row.measurements == []
+    assert row.stages
+
+
+def test_a_stage_beside_the_verdict_does_not_fail_a_case(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    def beside(case: Case, backend: str, device: torch.device) -> list[StageResult]:
+        return [StageResult(name="chain", ok=False, checked=1, worst=9.0, verdict=False)]
+
+    (row,) = start(beside).run([Case(model=model, batch="1q1s40")], ["torch"])
+    assert row.status == "measured"
+
+
+def test_an_unserved_topology_is_a_skipped_row_with_its_reason(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    (row,) = start().run([Case(model=model, batch="1q1s40", tp=16)], ["torch"])
+    assert row.status == "skipped"
+    assert "TP 16" in row.reason
+
+
+def test_an_empty_step_is_a_skipped_row(start: Callable[..., BenchRun], model: str) -> None:
+    (row,) = start().run([Case(model=model, batch="0q1")], ["torch"])
+    assert row.status == "skipped"
+
+
+def test_a_backend_that_raises_is_an_error_row_and_the_run_goes_on(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    broken = f"{__name__}:Broken"
+    rows = start().run([Case(model=model, batch=b) for b in ("1q1s40", "2q1s40")], [broken])
+    assert [row.status for row in rows] == ["error", "error"]
+    assert rows[0].reason == "RuntimeError: no such kernel"
+
+
+def test_a_backend_that_breaks_leaves_the_others_their_numbers(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    broken = f"{__name__}:Broken"
+    rows = start().run([Case(model=model, batch="1q1s40")], ["torch", broken])
+    assert [row.status for row in rows] == ["measured", "error"]
+
+
+def test_a_backend_that_gives_kept_outputs_is_caught(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    (row,) = start().run([Case(model=model, batch="1q1s40")], [f"{__name__}:Caching"])
+    assert row.status == "error"
+    problems = {m.op: m.problem for m in row.measurements if m.problem}
+    assert problems == {"wq_b": "outputs do not change with a changed input"}
+
+
+def test_rows_name_the_command_that_repeats_them(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    run: Any = start()
+    (row,) = run.run([Case(model=model, batch="1q1s40")], ["torch"])
+    assert row.repro == f"{row.case_id} torch"
+    assert row.case["batch"] == "1q1s40"
+    assert row.tokens == 1
