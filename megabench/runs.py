@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 import torch
@@ -28,6 +29,9 @@ from megabench.results import (
     read_run,
 )
 from megabench.results.store import RESULTS, now
+
+if TYPE_CHECKING:
+    from megabench.validate import Store
 
 INTERRUPTED = 130
 _REPORT = "report.html"
@@ -182,26 +186,29 @@ def validate_cases(request: Request) -> int:
 def bench_cases(request: Request, check: bool) -> int:
     """Check (unless told not to) and time cases, write the report -> exit code."""
     from megabench.bench.runner import BenchRun
+    from megabench.validate import Store
 
+    store = Store(request.device, layer_seed=request.seed or 0)
     with _opened(request) as (folder, watch):
         run = BenchRun(
             folder=folder,
             device=request.device,
             suite=request.suite.name,
-            judge=_judge(request) if check else None,
+            judge=_judge(store) if check else None,
             repro=request.repro,
             progress=watch,
-            layer_seed=request.seed or 0,
+            layer_seed=store.layer_seed,
+            weights=(lambda workload: store.model(workload.case.model).checkpoint)
+            if check
+            else None,
         )
         run.run(request.cases, request.backends)
     _result(request, str(write_html(folder.path)))
     return _exit_code(folder.path)
 
 
-def _judge(request: Request) -> Callable[[Case, str, torch.device], list[StageResult]]:
-    from megabench.validate import Skipped, Store, validate_case
-
-    store = Store(request.device, layer_seed=request.seed or 0)
+def _judge(store: Store) -> Callable[[Case, str, torch.device], list[StageResult]]:
+    from megabench.validate import Skipped, validate_case
 
     def judge(case: Case, backend: str, device: torch.device) -> list[StageResult]:
         try:
