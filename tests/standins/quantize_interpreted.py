@@ -1,4 +1,4 @@
-"""The packing quantizer's kernel beside the eager one, byte for byte; run under TRITON_INTERPRET."""
+"""The packing quantizer's kernel beside the eager one, byte for byte, under the interpreter."""
 
 from __future__ import annotations
 

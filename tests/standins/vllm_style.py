@@ -20,12 +20,12 @@ from megabench.quant import alloc_mega_attn_output, quantize_kv_mxfp8, quantize_
 from reference.attention import Attended, attend
 from reference.codes import decode_ue8m0, e4m3_interval
 from reference.layouts import heads_from_padded_q, output_meaning
-from reference.rows import Paged, paged_rows, workspace_rows
+from reference.rows import Paged, Rows, paged_rows, workspace_rows
 
 ROPE_ARGS = (False, 64)
 SF_ARGS = (32, True, True, True)
 HEADS, SCALE = 64, 512**-0.5
-TABLE = cos_sin_cache(Geometry.load(), 256, compressed=True)
+CPU = torch.device("cpu")
 
 
 def pool(record: KVRecord, blocks: int, page: int) -> Tensor:
@@ -33,75 +33,117 @@ def pool(record: KVRecord, blocks: int, page: int) -> Tensor:
     return torch.cat(encode(torch.randn(blocks, page, 512)), -1)
 
 
-def assert_golden(out_fp8: Tensor, out_sf: Tensor, lse: Tensor, golden: Attended) -> None:
-    codes, scales = output_meaning(out_fp8, out_sf)
-    low, high = e4m3_interval(codes, torch.float64)
-    unit = decode_ue8m0(scales, torch.float64).repeat_interleave(32, -1)
-    assert (golden.o >= low * unit - golden.bound).all()
-    assert (golden.o <= high * unit + golden.bound).all()
-    assert ((lse - golden.lse).abs() <= golden.lse_bound).all()
+class Step:
+    """Two decodes and three prefill tokens of one step, written into one output pair."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.table = cos_sin_cache(Geometry.load(), 256, compressed=True).to(device)
+        self.out = alloc_mega_attn_output(5, 8, device)
+        self.q = torch.empty(5, HEADS, 512, dtype=torch.bfloat16, device=device)
+        self.positions = self._ints(5)
+        self.sink = torch.empty(HEADS, device=device)
+        self.swa, self.extra = pool(FP8, 4, 32).to(device), pool(NVFP4, 3, 64).to(device)
+        self.indices, self.lens = self._ints(2, 128), self._ints(2)
+        self.extra_indices, self.extra_lens = self._ints(2, 64), self._ints(2)
+        self.kv = torch.empty(80, 1, 512, dtype=torch.bfloat16, device=device)
+        self.rows, self.taken = self._ints(3, 1, 128), self._ints(3)
+        self.redraw()
+
+    def _ints(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def redraw(self) -> None:
+        """New values in the same tensors, and the output poisoned."""
+        for tensor in (self.q, self.sink, self.kv):
+            tensor.copy_(torch.randn(tensor.shape))
+        for tensor, low, high in (
+            (self.positions, 0, 256),
+            (self.indices, 0, 128),
+            (self.lens, 1, 129),
+            (self.extra_indices, -1, 192),
+            (self.extra_lens, 0, 65),
+            (self.rows, -1, 80),
+            (self.taken, 1, 129),
+        ):
+            tensor.copy_(torch.randint(low, high, tensor.shape))
+        self.out.data.view(torch.uint8).fill_(0x7F)
+        self.out.scale.fill_(-1)
+
+    def run(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The two calls, as vLLM's `_forward_decode_mega` and `_forward_prefill_mega` make them ->
+        lse of the decodes, max_logits and lse of the prefill tokens."""
+        ops, out = torch.ops._flashmla_C, self.out
+        rope_cast = (*ROPE_ARGS, self.table, 8, *SF_ARGS)
+        *_, decoded = ops.fused_norm_rope_attn_rope_cast_decode(
+            self.q[:2],
+            self.swa.unsqueeze(-2),
+            self.indices.view(2, -1),
+            SCALE,
+            512,
+            self.sink,
+            self.lens,
+            self.extra.unsqueeze(-2),
+            self.extra_indices,
+            self.extra_lens,
+            False,
+            0.0,
+            self.positions[:2],
+            *rope_cast,
+            out.data[:2],
+            out.scale[:2],
+        )
+        *_, max_logits, prefilled = ops.fused_norm_rope_attn_rope_cast_fwd(
+            self.q[2:],
+            self.kv,
+            self.rows,
+            SCALE,
+            512,
+            self.sink,
+            self.taken,
+            False,
+            0.0,
+            self.positions[2:],
+            *rope_cast,
+            out.data[2:],
+            out.scale[2:],
+        )
+        return decoded, max_logits, prefilled
+
+    def judge(self, logs: tuple[Tensor, Tensor, Tensor]) -> None:
+        """AssertionError unless the outputs and `logs` are golden's."""
+        extra = Paged(self.extra, self.extra_indices, self.extra_lens)
+        rows = paged_rows([Paged(self.swa, self.indices, self.lens), extra])
+        self._judge(slice(0, 2), rows, logs[0])
+        golden = self._judge(slice(2, 5), workspace_rows(self.kv, self.rows, self.taken), logs[2])
+        assert ((logs[1] - golden.max_logits).abs() <= golden.max_logits_bound).all()
+
+    def _judge(self, tokens: slice, rows: Rows, lse: Tensor) -> Attended:
+        heads = heads_from_padded_q(self.q, HEADS)[tokens]
+        positions = self.positions[tokens]
+        golden = attend(
+            heads,
+            positions,
+            self.table,
+            rows,
+            self.sink,
+            SCALE,
+            torch.float64,
+            sums_rounded_p=True,
+        )
+        codes, scales = output_meaning(self.out.data[tokens], self.out.scale[tokens])
+        low, high = e4m3_interval(codes, torch.float64)
+        unit = decode_ue8m0(scales, torch.float64).repeat_interleave(32, -1)
+        assert (golden.o >= low * unit - golden.bound).all()
+        assert (golden.o <= high * unit + golden.bound).all()
+        assert ((lse - golden.lse).abs() <= golden.lse_bound).all()
+        return golden
 
 
-def judge(s_q: int = 5) -> None:
-    """Two decodes and three prefill tokens of one step into one output pair."""
-    q = torch.randn(s_q, HEADS, 512).to(torch.bfloat16)
-    positions = torch.randint(0, 256, (s_q,), dtype=torch.int32)
-    sink, out = torch.randn(HEADS), alloc_mega_attn_output(s_q, 8, torch.device("cpu"))
-    swa, extra = pool(FP8, 4, 32), pool(NVFP4, 3, 64)
-    indices = torch.randint(0, 128, (2, 128), dtype=torch.int32)
-    extra_indices = torch.randint(-1, 192, (2, 64), dtype=torch.int32)
-    lens, extra_lens = (torch.tensor(n, dtype=torch.int32) for n in ([100, 128], [64, 10]))
-    *_, lse = torch.ops._flashmla_C.fused_norm_rope_attn_rope_cast_decode(
-        q[:2],
-        swa.unsqueeze(-2),
-        indices.view(2, -1),
-        SCALE,
-        512,
-        sink,
-        lens,
-        extra.unsqueeze(-2),
-        extra_indices,
-        extra_lens,
-        False,
-        0.0,
-        positions[:2],
-        *ROPE_ARGS,
-        TABLE,
-        8,
-        *SF_ARGS,
-        out.data[:2],
-        out.scale[:2],
-    )
-    rows = paged_rows([Paged(swa, indices, lens), Paged(extra, extra_indices, extra_lens)])
-    heads = heads_from_padded_q(q, HEADS)
-    golden = attend(heads[:2], positions[:2], TABLE, rows, sink, SCALE, torch.float64)
-    assert_golden(out.data[:2], out.scale[:2], lse, golden)
-
-    kv = torch.randn(80, 1, 512).to(torch.bfloat16)
-    rows_of = torch.randint(-1, 80, (3, 1, 128), dtype=torch.int32)
-    taken = torch.tensor([128, 3, 77], dtype=torch.int32)
-    *_, max_logits, lse = torch.ops._flashmla_C.fused_norm_rope_attn_rope_cast_fwd(
-        q[2:],
-        kv,
-        rows_of,
-        SCALE,
-        512,
-        sink,
-        taken,
-        False,
-        0.0,
-        positions[2:],
-        *ROPE_ARGS,
-        TABLE,
-        8,
-        *SF_ARGS,
-        out.data[2:],
-        out.scale[2:],
-    )
-    rows = workspace_rows(kv, rows_of, taken)
-    golden = attend(heads[2:], positions[2:], TABLE, rows, sink, SCALE, torch.float64)
-    assert_golden(out.data[2:], out.scale[2:], lse, golden)
-    assert ((max_logits - golden.max_logits).abs() <= golden.max_logits_bound).all()
+def judge(device: torch.device = CPU) -> None:
+    """One step through `torch.ops`, golden."""
+    step = Step(device)
+    step.judge(step.run())
 
 
 def main(name: str) -> None:
