@@ -67,6 +67,7 @@ class Store:
 
     def add_backend(self, name: str, backend: Backend) -> None:
         """Use an object of the caller's under a name, for the page layout it has."""
+        self._forget_layers(None)
         self._backends[name, backend.page_layout] = TracingBackend(backend)
 
     def model(self, name: str) -> _Model:

@@ -70,7 +70,8 @@ def _returned(evidence: Evidence, phase: str) -> tuple[Tensor | None, Tensor | N
     return lse, logits
 
 
-def _parts(evidence: Evidence, tokens: slice) -> list[Paged]:
+def parts_of(evidence: Evidence, tokens: slice) -> list[Paged]:
+    """The cache rows that some tokens attend to, as production left the caches."""
     truth = evidence.truth
     swa = truth.swa_selected
     parts = [Paged(evidence.swa_after, swa.slots[tokens], swa.lens[tokens], truth.layout)]
@@ -92,7 +93,7 @@ def _slices(evidence: Evidence) -> Iterator[Slice]:
             q[tokens],
             truth.tokens.position[tokens],
             evidence.table,
-            paged_rows(_parts(evidence, tokens)),
+            paged_rows(parts_of(evidence, tokens)),
             evidence.weights.sinks,
             truth.model.softmax_scale,
             evidence.dtype,
