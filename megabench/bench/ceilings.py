@@ -104,19 +104,24 @@ def _streams(device: torch.device) -> Iterator[Probe]:
 
 
 def _gathers(device: torch.device) -> Iterator[Probe]:
-    """Random whole rows of a pool far larger than the cache, written contiguously."""
+    """Random whole rows of a pool far larger than the cache, written in order."""
     generator = torch.Generator().manual_seed(0)
     pool_bytes, moved = _stream_bytes(device), _stream_bytes(device) // 8
     for row in ROW_BYTES:
-        pool = torch.zeros((pool_bytes // row, row // 4), dtype=torch.float32, device=device)
+        pool = torch.zeros((pool_bytes // row, row // 8), dtype=torch.int64, device=device)
         rows = moved // row
         index = torch.randint(pool.shape[0], (rows,), generator=generator).to(device)
-
-        def run(pool: torch.Tensor = pool, index: torch.Tensor = index) -> list[torch.Tensor]:
-            return [pool[index]]
-
         what = f"{rows} random {row}-byte rows, written in order"
-        yield Probe(f"gather_{row}", 2 * rows * row, "B/s", what, run)
+        yield Probe(f"gather_{row}", 2 * rows * row, "B/s", what, _gather(pool, index))
+
+
+def _gather(pool: torch.Tensor, index: torch.Tensor) -> Run:
+    out = pool.new_empty((index.shape[0], pool.shape[1]))
+    if pool.device.type == "cpu":
+        return lambda: [torch.index_select(pool, 0, index, out=out)]
+    from megabench.bench.gather_kernel import gather_rows
+
+    return lambda: [gather_rows(pool, index, out)]
 
 
 def _l2(device: torch.device) -> Iterator[Probe]:

@@ -164,23 +164,35 @@ class CaptureError(RuntimeError):
 
 def capture(run: Run, pool: object = None, warm_ups: int = WARM_UPS) -> Launch:
     """Warm `run` up on a side stream and capture it. Graphs of one rotation may share a `pool`:
-    they replay one after another."""
+    they replay one after another.
+
+    Without `torch.cuda.graph`, whose garbage collection at every entry would take most of a run.
+    """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(side):
         for _ in range(warm_ups):
             run()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph, pool=pool):  # type: ignore[arg-type]
-            returned = run()
-    except Exception as error:
         torch.cuda.synchronize()
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CaptureError(reason[0]) from error
+        try:
+            graph.capture_begin(pool=pool)  # type: ignore[arg-type]
+            try:
+                returned = run()
+            finally:
+                graph.capture_end()
+        except Exception as error:
+            raise CaptureError(_first_cause(error)) from error
+    torch.cuda.current_stream().wait_stream(side)
     return Launch(graph.replay, returned)
+
+
+def _first_cause(error: BaseException) -> str:
+    """The first line of what broke the run, not of the capture that then could not end."""
+    while error.__context__ is not None:
+        error = error.__context__
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def count_kernels(run: Run) -> int | None:
@@ -190,7 +202,7 @@ def count_kernels(run: Run) -> int | None:
     """
     for _ in range(2):
         activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
             run()
             torch.cuda.synchronize()
         names = [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
