@@ -259,7 +259,8 @@ def main() -> None:
     print(registration.message, flush=True)
     context = SimpleNamespace(forward=None, workspace=None)
     cls = load_layer(options.vllm, context, device)
-    backend = get_backend(registration.backends[device.type])
+    named = registration.backends[device.type]
+    backend = get_backend(named if options.backend == "auto" else options.backend)
     checkpoint, donor, bad = None, None, 0
     for ratio, cache in ((0, "auto"), (1, "fp8_ds_mla"), (2, "nvfp4_ds_mla")):
         for batch in BATCHES:

@@ -113,7 +113,8 @@ def load_vllm_ops() -> str:
             torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
         except Exception as error:  # OSError, RuntimeError: whatever dlopen and static init do
             raise LibraryAbsentError(
-                f"vllm {release('vllm')}: {library.name} does not load ({first_line(error)}); "
+                f"vllm {release('vllm')}: {library.name} does not load "
+                f"({first_line(error)}); "
                 "install the build for this torch and CUDA"
             ) from error
     return release("vllm") if library is None else f"{release('vllm')} ({build(library)})"
@@ -326,8 +327,9 @@ def build(library: Path) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """An exception's first line, for a one-sentence reason."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+    """The first line of what an exception comes from, for a one-sentence reason."""
+    root = error.__cause__ or error  # torch says which file did not load, its cause says why
+    return (str(root).strip().splitlines() or [type(root).__name__])[0][:200]
 
 
 __all__ = [
