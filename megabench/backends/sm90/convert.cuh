@@ -1,6 +1,6 @@
 // The converter warpgroup: quantized records -> bf16 tiles.
 //
-// Each warp owns 16 rows of every block (converter_row) and stages them, two rows (a unit) at a time, through a
+// Each warp owns 16 rows of every block, four of each step of P V, and stages them, two rows (a unit) at a time, through a
 // private ring of kUnits units filled by cp.async, which needs no registers and no barrier beyond
 // the warp. A masked row is staged as zeros.
 // Lane 8*g + 4*r + c holds dims 64*g + 16*c .. +15 of row 2*unit + r, and the same dims + 256.
@@ -10,7 +10,7 @@
 // permuted likewise, and the output warps read four neighbouring dims from their fragments.
 #pragma once
 
-#include "cursor.cuh"
+#include "layout.cuh"
 
 // Four e4m3 codes -> two bf16 pairs. An e4m3 code moved into bf16's fields is worth code * 2^-120.
 DEVICE void convert_e4m3(u32 codes, u32 factor, u32& even, u32& odd) {
@@ -201,17 +201,9 @@ struct Converter {
 };
 static_assert(kUnits == 4 && kUnitsPerBlock == 8, "convert_block is written for these");
 
-DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step,
-                         int rank) {
-  const int lane = lane_id();
-  Converter cv(p, smem, warp, lane);
-  Cursor cursor(p, smem, warp, lane, first_item, item_step, rank);
-#pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) cursor.fetch();
-  copy_commit();
-  copy_wait<0>();
-  cursor.publish();
-  __syncwarp();
+DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step) {
+  Converter cv(p, smem, warp, lane_id());
+  bar_sync(kBarStart, 2 * kRoleThreads);  // the offsets of blocks 0 and 1 are there
   cv.stage_block(0);
 #pragma unroll
   for (int u = 0; u < kUnits; u++) {
@@ -219,22 +211,15 @@ DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, in
     cv.stage_unit(u);
   }
   cv.read_offsets(cv.rows_of(0) + cv.unit_rows(kUnits));
-#pragma unroll 1
-  for (int b = 1; b < kLookahead; b++) cursor.publish();
-  cursor.fetch();
-  __syncwarp();
-
   u32 block = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; block++) {
+    // Later offsets are known to be there with a free tile: see Cursor and kLookahead.
+    if (block == 1) bar_sync(kBarLookahead, 2 * kRoleThreads);
     const u32 meta = cv.meta_of(block);
     if (kExtraFp4 && (meta & kMetaExtra)) cv.convert_block<true>(block);
     else cv.convert_block<false>(block);
-    cursor.publish();
-    cursor.fetch();  // committed with the next unit
-    __syncwarp();
     if (meta & kMetaLast) item += item_step;
   }
-  copy_commit();
   copy_wait<0>();
 }

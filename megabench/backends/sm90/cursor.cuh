@@ -1,25 +1,22 @@
-// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead, and brings the
-// records into L2. Run by the converter warps, each for its own rows, while they wait for a tile.
+// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores, and
+// brings the records into L2. Run by the score warps, which would wait for the next tile otherwise.
 #pragma once
 
 #include "layout.cuh"
 
-// Row of a block that a converter warp has in place i of its 16: four of every step of P V.
-DEVICE int converter_row(int warp, int i) { return kStep * (i >> 2) + 4 * warp + (i & 3); }
-
 struct Cursor {
   const Params& p;
   u32 smem;
-  int row, half;        // this lane's row of a block (see converter_row); two lanes share one
+  int row, half;        // this lane's row of a block; two lanes share one
   int rank, step;
   int item, block, end; // next block of the current item; items past the last give masked blocks
   int rows0, rows1, first_extra;
   int length0, length1; // raw lengths of the next item, loaded one item early
   u32 fetched, published;
 
-  DEVICE Cursor(const Params& params, u32 smem_base, int warp, int lane, int first_item, int item_step,
-                int r)
-      : p(params), smem(smem_base), row(converter_row(warp, lane >> 1)), half(lane & 1), rank(r), step(item_step), item(first_item - item_step), block(0), end(0), fetched(0), published(0) {
+  DEVICE Cursor(const Params& params, u32 smem_base, Lane me, int first_item, int item_step, int r)
+      : p(params), smem(smem_base), row(16 * me.warp + (me.lane >> 1)), half(me.lane & 1), rank(r),
+        step(item_step), item(first_item - item_step), block(0), end(0), fetched(0), published(0) {
     load_lengths(first_item);
   }
 
@@ -52,7 +49,7 @@ struct Cursor {
     }
   }
 
-  // Starts to read the slot ids of the next block into the ring; the caller commits the copy.
+  // Starts to read the slot ids of the next block into the ring.
   DEVICE void fetch() {
     if (block == end) next_item();
     const int extra = block >= first_extra;
@@ -66,31 +63,43 @@ struct Cursor {
         store_shared(to, kNoRow);
       store_shared(meta_at(fetched), (extra ? kMetaExtra : 0) | (block == end ? kMetaLast : 0));
     }
+    copy_commit();
     fetched++;
   }
 
-  // Turns the slot ids of the oldest fetched block, which must have arrived, into offsets in place.
-  DEVICE void publish() {
+  // Turns the slot ids of the oldest fetched block into offsets, in place; returns this lane's row.
+  DEVICE const u8* publish() {
     __syncwarp();
     const u32 at = offset_at(published), index = load_shared(at);
     const int extra = load_shared(meta_at(published)) & kMetaExtra;
-    const bool fp4 = kExtraFp4 && extra;
+    const u32 units = (kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16;
     u32 offset = kNoRow;
     if (index < p.slots[extra]) {
       const u32 page = (u64)index * p.page_magic[extra] >> p.page_shift[extra];
-      const u32 inside = index - page * p.page[extra];
-      offset = page * p.page_stride[extra] + inside * ((fp4 ? kFp4Record : kFp8Record) / 16);
-      const u8* line = p.pool[extra] + (u64)offset * 16 + 64 * half;
-      prefetch_l2(line);
-      prefetch_l2(line + 128);
-      if (!fp4 || half == 0) prefetch_l2(line + 256);
-      if (!fp4) {
-        prefetch_l2(line + 384);
-        if (half == 0) prefetch_l2(line + 512);
-      }
+      offset = page * p.page_stride[extra] + (index - page * p.page[extra]) * units;
     }
     __syncwarp();
     if (half == 0) store_shared(at, offset);
     published++;
+    return offset == kNoRow ? nullptr : p.pool[extra] + (u64)offset * 16;
+  }
+
+  // Brings a row that `publish` returned into L2. An NVFP4 record ends in the third pair of lines.
+  DEVICE void prefetch(const u8* record) const {
+    if (!record) return;
+    const u8* line = record + 64 * half;
+    const bool narrow = kExtraFp4 && load_shared(meta_at(published - 1)) & kMetaExtra;
+    prefetch_l2(line);
+    prefetch_l2(line + 128);
+    if (!narrow || half == 0) prefetch_l2(line + 256);
+    if (!narrow) prefetch_l2(line + 384);
+    if (!narrow && half == 0) prefetch_l2(line + 512);
+  }
+
+  // One block further.
+  DEVICE void advance() {
+    copy_wait<0>();
+    prefetch(publish());
+    fetch();
   }
 };

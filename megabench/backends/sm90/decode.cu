@@ -5,8 +5,8 @@
 // CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
-//   convert  slot ids -> offsets -> records in a staging ring -> bf16 tile      TileFree  -> TileFull
-//   scores   Q (bulk copy, RoPE), S^T = K Q^T, softmax, P^T                     TileFull  -> ProbsFull
+//   convert  records -> staging ring (cp.async) -> bf16 tile                    TileFree  -> TileFull
+//   scores   Q (bulk copy, RoPE), S^T = K Q^T, softmax, P^T; slot ids -> offsets TileFull -> ProbsFull
 //   output 0 O[64 heads, dims 0..255]   += P V, then the epilogue               ProbsFull -> TileFree
 //   output 1 O[64 heads, dims 256..511] += P V, then the epilogue               ProbsFull -> TileFree
 //
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (role == 0) {
     shrink_registers<kConvertRegisters>();
-    convert_role(p, smem, warp, first_item, item_step, rank);
+    convert_role(p, smem, warp, first_item, item_step);
     if (p.split > 1) {
       cluster_sync();
       cluster_sync();

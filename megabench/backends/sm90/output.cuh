@@ -7,37 +7,60 @@
 
 #include "scores.cuh"
 
-// Divides, rotates back and quantizes a chunk: eight heads (one a row) x 32 dims. v: dims 4*col..+3
-// of the first 16, then of the second, not yet divided. Writes the lane's 8 codes at `out` (see
-// code_offset); returns the scale byte of the lane's head.
-DEVICE u32 finish_chunk(float (&v)[8], float inverse, const float* cos_sin, int chunk, u8* out,
-                        int col) {
-  const int rope = chunk - (kOutChunks - kRopeDims / kOutChunk);
-  if (rope >= 0) {
+// A chunk fragment: eight heads (one a row) x 32 dims, of which a lane has dims 4*col..+3 of the
+// first 16 and of the second.
+struct Chunk {
+  float v[8];
+};
+
+// Inverse RoPE of chunk `rope` (0 or 1) of the last 64 dims.
+DEVICE void rotate_back(Chunk& c, const float* cos_sin, int rope, int col) {
 #pragma unroll
-    for (int i = 0; i < 8; i += 2) {
-      const int pair = rope * 16 + (i >> 2) * 8 + 2 * col + ((i >> 1) & 1);
-      const float cos = cos_sin[pair], sin = cos_sin[pair + kRopeDims / 2], a = v[i], b = v[i + 1];
-      v[i] = __fadd_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
-      v[i + 1] = __fsub_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
-    }
+  for (int i = 0; i < 8; i += 2) {
+    const int pair = rope * 16 + (i >> 2) * 8 + 2 * col + ((i >> 1) & 1);
+    const float cos = cos_sin[pair], sin = cos_sin[pair + kRopeDims / 2];
+    const float a = c.v[i], b = c.v[i + 1];
+    c.v[i] = __fadd_rn(__fmul_rn(a, cos), __fmul_rn(b, sin));
+    c.v[i + 1] = __fsub_rn(__fmul_rn(b, cos), __fmul_rn(a, sin));
   }
-  float most = fabsf(v[0]);
-#pragma unroll
-  for (int i = 1; i < 8; i++) most = fmaxf(most, fabsf(v[i]));
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-  most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-  most = fmaxf(most * inverse, 1e-4f);
-  // ceil(log2(most / 448)) + 127 on bits: 448 = 1.75 * 2^8
-  const u32 byte = (__float_as_uint(most) - 0x04600001u + 0x00800000u) >> 23;
-  const float factor = __uint_as_float((254 - byte) << 23) * inverse;
-  const u32 first = pack_e4m3(v[0] * factor, v[1] * factor, v[2] * factor, v[3] * factor);
-  const u32 second = pack_e4m3(v[4] * factor, v[5] * factor, v[6] * factor, v[7] * factor);
-  // Neighbouring lanes trade words: even lanes store 8 of the first 16 dims, odd lanes of the second.
+}
+
+// Divides and quantizes N chunks, in step so that their shuffles overlap. Stores the lane's 8 codes
+// of each (see code_offset) and returns the scale bytes of the lane's heads.
+template <int N>
+DEVICE void quantize(const Chunk (&c)[N], const float (&inverse)[N], u8* const (&out)[N],
+                     u32 (&byte)[N], int col) {
+  float most[N], factor[N];
+  u32 mine[N], other[N];
   const bool odd = col & 1;
-  const u32 other = __shfl_xor_sync(~0u, odd ? first : second, 1);
-  *(uint2*)out = odd ? make_uint2(other, second) : make_uint2(first, other);
-  return byte;
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    most[n] = fabsf(c[n].v[0]);
+#pragma unroll
+    for (int i = 1; i < 8; i++) most[n] = fmaxf(most[n], fabsf(c[n].v[i]));
+  }
+#pragma unroll
+  for (int d = 1; d < 4; d <<= 1)
+#pragma unroll
+    for (int n = 0; n < N; n++) most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], d));
+#pragma unroll
+  for (int n = 0; n < N; n++) {
+    // ceil(log2(amax / 448)) + 127 on bits: 448 = 1.75 * 2^8
+    const u32 bits = __float_as_uint(fmaxf(most[n] * inverse[n], 1e-4f));
+    byte[n] = (bits - 0x04600001u + 0x00800000u) >> 23;
+    factor[n] = __uint_as_float((254 - byte[n]) << 23) * inverse[n];
+  }
+#pragma unroll
+  for (int n = 0; n < N; n++) {  // even lanes store 8 of the first 16 dims, odd lanes of the second
+    const float *v = c[n].v, f = factor[n];
+    const u32 first = pack_e4m3(v[0] * f, v[1] * f, v[2] * f, v[3] * f);
+    const u32 second = pack_e4m3(v[4] * f, v[5] * f, v[6] * f, v[7] * f);
+    mine[n] = odd ? second : first;
+    other[n] = __shfl_xor_sync(~0u, odd ? first : second, 1);
+  }
+#pragma unroll
+  for (int n = 0; n < N; n++)
+    *(uint2*)out[n] = odd ? make_uint2(other[n], mine[n]) : make_uint2(mine[n], other[n]);
 }
 // Where in a chunk's 256 bytes a lane stores.
 DEVICE u32 code_offset(Lane me) {
@@ -80,16 +103,18 @@ struct Output {
            tile_group * p.scale_group;
   }
 
-  // Fragment of chunk j (0..7 of this half), rows +8*r: dims 4*col..+3 of both 16s.
-  DEVICE void chunk_fragment(int j, int r, float (&v)[8]) const {
+  // Chunk j (0..7) of this half, heads 16*warp + 8*r + row.
+  DEVICE Chunk fragment(int j, int r) const {
+    Chunk c;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
       const float* t = o[j >> 2] + (j & 3) * 16 + i * 8 + 2 * r;
-      v[4 * i] = t[0];
-      v[4 * i + 1] = t[4];
-      v[4 * i + 2] = t[1];
-      v[4 * i + 3] = t[5];
+      c.v[4 * i] = t[0];
+      c.v[4 * i + 1] = t[4];
+      c.v[4 * i + 2] = t[1];
+      c.v[4 * i + 3] = t[5];
     }
+    return c;
   }
 
   // Brings an item's Q into L2 ahead of its copy. One thread.
@@ -143,18 +168,24 @@ struct Output {
     const float* inverse = (const float*)(mem + kSmemInverse) + (turn & 1) * kHeads;
     const float* cos_sin = (const float*)(mem + kSmemCosSin) + (turn & 1) * kRopeDims;
     u8* out = chunk_out(item, 2 * me.warp, half * 8) + code_offset(me);
+    const float inv0 = inverse[16 * me.warp + me.row], inv1 = inverse[16 * me.warp + 8 + me.row];
     u32 bytes = 0;  // of chunks col and col + 4, rows and rows + 8
 #pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const float inv = inverse[16 * me.warp + 8 * r + me.row];
+    for (int j = 0; j < 8; j += 2) {
+      Chunk c[4] = {fragment(j, 0), fragment(j, 1), fragment(j + 1, 0), fragment(j + 1, 1)};
+      if (j == 6 && half == 1) {
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
-        float v[8];
-        chunk_fragment(j, r, v);
-        u8* to = out + (r * kOutChunks + j) * (kWvGroup * kOutChunk);
-        const u32 byte = finish_chunk(v, inv, cos_sin, half * 8 + j, to, me.col);
-        if (me.col == (j & 3)) bytes |= byte << (8 * (2 * r + (j >> 2)));
+        for (int n = 0; n < 4; n++) rotate_back(c[n], cos_sin, n / 2, me.col);
       }
+      constexpr u32 kChunkBytes = kWvGroup * kOutChunk, kGroupBytes = kOutChunks * kChunkBytes;
+      u8* const to = out + j * kChunkBytes;
+      u32 byte[4];
+      quantize<4>(c, {inv0, inv1, inv0, inv1},
+                  {to, to + kGroupBytes, to + kChunkBytes, to + kChunkBytes + kGroupBytes}, byte,
+                  me.col);
+      const int place = 8 * (j >> 2);
+      if (me.col == (j & 3)) bytes |= byte[0] << place | byte[1] << (place + 16);
+      if (me.col == (j & 3) + 1) bytes |= byte[2] << place | byte[3] << (place + 16);
     }
     const int r = (me.row >> 1) & 1, j = me.col + 4 * (me.row & 1);
     *scale_out(item, 2 * me.warp + r, half * 8 + j, me.row >> 2) = transpose_bytes(bytes, me.row);
@@ -172,45 +203,54 @@ struct Output {
       const u32 remote = map_to_rank(base, group / owned) + me.lane * 16;
 #pragma unroll
       for (int j = 0; j < 8; j++) {
-        float v[8];
-        chunk_fragment(j, r, v);
+        const Chunk c = fragment(j, r);
         const u32 at = remote + (half * 8 + j) * split * 1024;
-        store_remote4(at, v[0], v[1], v[2], v[3]);
-        store_remote4(at + 512, v[4], v[5], v[6], v[7]);
+        store_remote4(at, c.v[0], c.v[1], c.v[2], c.v[3]);
+        store_remote4(at + 512, c.v[4], c.v[5], c.v[6], c.v[7]);
       }
     }
     cluster_sync();
     const float2* parts = (const float2*)(mem + kSmemRaw);  // [rank][head]: reference, sum
     const float* cos_sin = (const float*)(mem + kSmemCosSin);
-    const int head0 = first_head(p, item);
+    const int head0 = first_head(p, item), pitch = split * 256;  // floats from chunk to chunk
 #pragma unroll 1
-    for (int k = 4 * half + me.warp; k < owned * kOutChunks; k += 8) {
-      const int chunk = k % kOutChunks, group = rank * owned + k / kOutChunks;
+    for (int k = 4 * half + me.warp; k < owned * kOutChunks; k += kOutChunks) {  // and k + 8
+      const int group = rank * owned + k / kOutChunks, chunk = k % kOutChunks;
       const int head = group * kWvGroup + me.row;
-      float reference = kNoReference, sum = 0.f, v[8] = {};
-      for (int s = 0; s < split; s++) reference = fmaxf(reference, parts[s * kHeads + head].x);
-      const float* part = (const float*)(mem + kSmemKV + k * split * 1024) + me.lane * 4;
+      const float2* mine = parts + head;
+      float reference = kNoReference, sum = 0.f;
+#pragma unroll 2
+      for (int s = 0; s < split; s++) reference = fmaxf(reference, mine[s * kHeads].x);
+      Chunk c[2] = {};
+      const float* part = (const float*)(mem + kSmemKV) + k * pitch + me.lane * 4;
+#pragma unroll 2
       for (int s = 0; s < split; s++, part += 256) {
-        const float2 t = parts[s * kHeads + head];
+        const float2 t = mine[s * kHeads];
         const float weight = exp2_approx(t.x - reference);
-        const float4 a = *(const float4*)part, b = *(const float4*)(part + 128);
         sum = fmaf(t.y, weight, sum);
-        v[0] = fmaf(a.x, weight, v[0]);
-        v[1] = fmaf(a.y, weight, v[1]);
-        v[2] = fmaf(a.z, weight, v[2]);
-        v[3] = fmaf(a.w, weight, v[3]);
-        v[4] = fmaf(b.x, weight, v[4]);
-        v[5] = fmaf(b.y, weight, v[5]);
-        v[6] = fmaf(b.z, weight, v[6]);
-        v[7] = fmaf(b.w, weight, v[7]);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          const float4 a = *(const float4*)(part + n / 2 * 8 * pitch + n % 2 * 128);
+          float* v = c[n / 2].v + n % 2 * 4;
+          v[0] = fmaf(a.x, weight, v[0]);
+          v[1] = fmaf(a.y, weight, v[1]);
+          v[2] = fmaf(a.z, weight, v[2]);
+          v[3] = fmaf(a.w, weight, v[3]);
+        }
       }
+      if (chunk >= 6) rotate_back(c[1], cos_sin, chunk - 6, me.col);
       const float sink = p.sink ? p.sink[head0 + head] : -kInfinity;
-      const u32 byte = finish_chunk(v, inverse_sum(reference, sum, sink), cos_sin, chunk,
-                                    chunk_out(item, group, chunk) + code_offset(me), me.col);
-      const u32 word = join_heads(byte, me.row);
-      if ((me.lane & 15) == 0) *scale_out(item, group, chunk, me.lane >> 4) = word;
+      const float inverse = inverse_sum(reference, sum, sink);
+      u8* const to = chunk_out(item, group, chunk) + code_offset(me);
+      u32 byte[2];
+      quantize<2>(c, {inverse, inverse}, {to, to + 8 * kWvGroup * kOutChunk}, byte, me.col);
+#pragma unroll
+      for (int n = 0; n < 2; n++) {
+        const u32 word = join_heads(byte[n], me.row);
+        if ((me.lane & 15) == 0) *scale_out(item, group, chunk + 8 * n, me.lane >> 4) = word;
+      }
       if (chunk == 0 && me.col == 0)
-        p.lse[(i64)(token_of(p, item)) * p.head_tiles * kHeads + head0 + head] =
+        p.lse[(i64)token_of(p, item) * p.head_tiles * kHeads + head0 + head] =
             natural_lse(reference, sum);
     }
   }
@@ -226,6 +266,8 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     if (half == 0 && me.warp == 0 && me.lane == 0 && item + item_step < p.items)
       out.prefetch_q(item + item_step);
+    forget(out.o[0]);
+    forget(out.o[1]);
     bool first = true, last;
 #pragma unroll 1
     do {

@@ -5,7 +5,7 @@
 // a block: the common path has no maximum across lanes, and the output is rarely rescaled.
 #pragma once
 
-#include "layout.cuh"
+#include "cursor.cuh"
 
 constexpr float kRaiseAbove = 40.f;      // log2; probabilities stay far inside bf16 and fp32
 constexpr float kNoReference = -1e30f;
@@ -57,24 +57,32 @@ struct Scores {
     mbar_wait(smem + kBarQ, turn & 1);
     const bool second = lane & 1;
     const float* cs = floats(kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp + 4 * second;
+    const u32 swap = lane & 8 ? 16 : 0;
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
-      const u32 from = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 16;
+      const u32 at = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 16;
+      u32 v[4][4];  // 16 heads each
 #pragma unroll
-      for (int k = 0; k < 4; k++) {  // 16 heads each
-        u32 v[4];
-        load_shared4(from + k * 512, v);
-        if (i == 7) {
+      for (int k = 0; k < 4; k++) load_shared4(at + k * 512, v[k]);
+      if (i == 7) {
 #pragma unroll
-          for (int j = 0; j < 4; j++) v[j] = rotate(v[j], cs[j], cs[j + kRopeDims / 2]);
-        }
-        const u32 even0 = __byte_perm(v[0], v[1], 0x5410), even1 = __byte_perm(v[2], v[3], 0x5410);
-        const u32 odd0 = __byte_perm(v[0], v[1], 0x7632), odd1 = __byte_perm(v[2], v[3], 0x7632);
-        const u32 got0 = __shfl_xor_sync(~0u, second ? even0 : odd0, 1);
-        const u32 got1 = __shfl_xor_sync(~0u, second ? even1 : odd1, 1);
-        const u32 out[4] = {second ? got0 : even0, second ? got1 : even1, second ? odd0 : got0,
-                            second ? odd1 : got1};
-        store_shared4((from + k * 512) ^ (lane & 8 ? 16 : 0), out);
+        for (int n = 0; n < 16; n++)
+          v[n / 4][n % 4] = rotate(v[n / 4][n % 4], cs[n % 4], cs[n % 4 + kRopeDims / 2]);
+      }
+      u32 got[4][2];
+#pragma unroll
+      for (int n = 0; n < 8; n++) {  // my odd pairs for its even pairs, or the other way round
+        const u32* pair = v[n / 2] + n % 2 * 2;
+        const u32 even = __byte_perm(pair[0], pair[1], 0x5410);
+        const u32 odd = __byte_perm(pair[0], pair[1], 0x7632);
+        v[n / 2][n % 2] = second ? odd : even;
+        got[n / 2][n % 2] = __shfl_xor_sync(~0u, second ? even : odd, 1);
+      }
+#pragma unroll
+      for (int k = 0; k < 4; k++) {
+        const u32 out[4] = {second ? got[k][0] : v[k][0], second ? got[k][1] : v[k][1],
+                            second ? v[k][0] : got[k][0], second ? v[k][1] : got[k][1]};
+        store_shared4((at + k * 512) ^ swap, out);
       }
     }
     fence_async_proxy();
@@ -232,8 +240,21 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   Scores s(p, mem, me);
   const u32 smem = s.smem;
   const bool leader = me.warp == 0 && me.lane == 0;
+  Cursor cursor(p, smem, me, first_item, item_step, rank);
   int position = load_index(p.positions + token_of(p, first_item));
+#pragma unroll 1
+  for (int b = 0; b < kLookahead; b++) cursor.fetch();
+  copy_wait<0>();
+  const u8* row0 = cursor.publish();
+  const u8* row1 = cursor.publish();
+  bar_arrive(kBarStart, 2 * kRoleThreads);  // enough for the first tile
+  cursor.prefetch(row0);
   if (leader) s.copy_q(first_item, position, 0);
+  cursor.prefetch(row1);
+#pragma unroll 1
+  for (int b = 2; b < kLookahead; b++) cursor.prefetch(cursor.publish());
+  bar_arrive(kBarLookahead, 2 * kRoleThreads);
+  cursor.fetch();
 
   u32 block = 0, turn = 0;
 #pragma unroll 1
@@ -254,6 +275,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
       s.multiply(block & 1);
       s.reference(block, fp4);
       s.probabilities(block, fp4);
+      cursor.advance();
       block++;
     } while (!last);
     if (leader && next < p.items) {  // every warp passed a barrier after its last product: Q may go

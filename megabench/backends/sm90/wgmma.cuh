@@ -24,6 +24,12 @@ template <int N> DEVICE void pin(float (&d)[N]) {
   for (int i = 0; i < N; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
+// Ends the life of an accumulator's values: registers are free until the next product.
+template <int N> DEVICE void forget(float (&d)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "=f"(d[i]));
+}
+
 // d (+)= A B^T: both operands K-major in shared memory.
 DEVICE void wgmma_m64n64(float (&d)[32], u64 a, u64 b, int accumulate) {
   asm volatile(
