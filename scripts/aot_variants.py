@@ -123,6 +123,8 @@ def _decode(
             "HAS_EXTRA_LEN": True,
             "HAS_SINK": True,
             "Q_NORM": False,
+            "PREFETCH": 128 if capability >= 90 else 0,
+            "PREFETCH_EXTRA": 512 if capability >= 90 else 0,
             "EMULATE": False,
             "FP8_CVT": target(capability).fp8_cvt,
         }
@@ -190,9 +192,9 @@ MATMUL_TYPES = {
 }
 
 
-def _matmul(name: str, tokens: int, groups: int, rows: int) -> Variant:
+def _matmul(name: str, tokens: int, groups: int, rows: int, dense: bool) -> Variant:
     def choice(capability: int) -> MatmulTile:
-        return matmul_tile(tokens, groups, rows, target(capability))
+        return matmul_tile(tokens, groups, rows, dense, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
         tile = choice(capability)
@@ -202,18 +204,20 @@ def _matmul(name: str, tokens: int, groups: int, rows: int) -> Variant:
             "BK": tile.columns,
             "WEIGHT_LEFT": tile.weight_left,
             "X_BF16": False,
+            "W_BF16": dense,
             "EMULATE": False,
         }
 
     def tile(capability: int) -> Tile:
         return Tile(0, 0, choice(capability).warps, choice(capability).stages)
 
-    return Variant(name, matmul_kernel, MATMUL_TYPES, constants, tile)
+    types = MATMUL_TYPES | {"w_ptr": "*bf16" if dense else "*u8"}
+    return Variant(name, matmul_kernel, types, constants, tile)
 
 
 VARIANTS = (
-    _matmul("wo_a_few_tokens", 16, 8, 1024),
-    _matmul("wo_a_many_tokens", 4096, 8, 1024),
+    _matmul("wo_a_few_tokens", 16, 8, 1024, False),
+    _matmul("wo_a_many_tokens", 4096, 8, 1024, True),
     _decode("decode_fp4", 64, 64, 1, True),
     _decode("decode_fp8_split", 64, 64, 4, False),
     _decode("decode_fp4_16_heads", 64, 16, 1, True),

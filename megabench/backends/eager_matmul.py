@@ -26,13 +26,18 @@ class DenseWeights:
         """Make and keep the dense form of e4m3 `weight` with its ue8m0 `scale`."""
         self._made[weight] = (weight._version, scale._version, self._dense(weight, scale))
 
+    def kept(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
+        """The dense form that `prepare` made, unless weight or scale was written to since."""
+        made = self._made.get(weight)
+        if made is None or made[:2] != (weight._version, scale._version):
+            return None
+        dense: torch.Tensor = made[2]
+        return dense
+
     def get(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """The dense form, kept or made now: float32 on a CPU, bf16 (exact) on a GPU."""
-        kept = self._made.get(weight)
-        if kept is not None and kept[:2] == (weight._version, scale._version):
-            dense: torch.Tensor = kept[2]
-            return dense
-        return self._dense(weight, scale)
+        kept = self.kept(weight, scale)
+        return self._dense(weight, scale) if kept is None else kept
 
     def _dense(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         packed = scale.dtype == torch.int32

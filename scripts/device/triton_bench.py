@@ -12,6 +12,7 @@ import argparse
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
@@ -142,6 +143,12 @@ class Products:
             for n, k in ((32768, 1280), (5120, 8192))
         }
 
+    def keep(self, backend: TritonBackend) -> None:
+        """Have the bf16 forms made."""
+        backend.prepare(self.w, self.sw)
+        for w, sw in self.linear_w.values():
+            backend.prepare(w, sw)
+
     @staticmethod
     def codes(*shape: int) -> torch.Tensor:
         return (
@@ -184,58 +191,90 @@ def row(name: str, times: Iterator[float] | list[float]) -> None:
 
 def tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
     """Candidates beside the tiles in use."""
-    sizes = (32, 128, 512, 1024)
-    print("decode tile (heads, rows, warps, stages), s_q", sizes)
+    few, many = (1, 8, 32, 64), (128, 512, 1024)
+    print("decode tile (heads, rows, warps, stages), s_q", few)
+    calls = Decode(528)
+    for tile in (
+        Tile(16, 32, 4, 1),
+        Tile(16, 32, 4, 2),
+        Tile(16, 64, 4, 1),
+        Tile(16, 64, 8, 1),
+        Tile(32, 64, 8, 1),
+        Tile(32, 32, 8, 1),
+        Tile(64, 64, 8, 1),
+        Tile(64, 64, 16, 1),
+    ):
+        attention.decode_tile = lambda live, target, tile=tile: tile
+        row(str(tile), [attempt(timer, calls.op(s, backend)) for s in few])
+    print("decode tile, s_q", many)
     for nbytes in (528, 288):
         calls = Decode(nbytes)
         for tile in (
             Tile(64, 64, 8, 1),
-            Tile(64, 64, 8, 2),
-            Tile(64, 64, 8, 3),
             Tile(64, 128, 8, 1),
-            Tile(64, 32, 8, 2),
+            Tile(64, 64, 16, 1),
+            Tile(64, 128, 16, 1),
         ):
             attention.decode_tile = lambda live, target, tile=tile: tile
-            row(f"{nbytes} {tile}", [attempt(timer, calls.op(s, backend)) for s in sizes])
+            row(f"{nbytes} {tile}", [attempt(timer, calls.op(s, backend)) for s in many])
+        width, attention.MAX_PREFETCH = attention._prefetch_width, 0
+        attention._prefetch_width = lambda *_: 0
+        attention.decode_tile = lambda live, target: Tile(64, 128, 8, 1)
+        row(f"{nbytes} no prefetch", [attempt(timer, calls.op(s, backend)) for s in many])
+        attention._prefetch_width, attention.MAX_PREFETCH = width, 512
     print("prefill tile, s_q 128 1024 4096")
-    for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 8, 2), Tile(64, 64, 8, 3), Tile(64, 32, 8, 3)):
+    for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 16, 2), Tile(64, 64, 16, 3), Tile(64, 64, 16, 1)):
         attention.prefill_tile = lambda live, target, tile=tile: tile
         row(str(tile), [attempt(timer, prefill_op(s, backend)) for s in (128, 1024, 4096)])
+    product_tiles(timer, backend)
+
+
+def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
+    """Candidates for the products."""
     products = Products()
+
+    def use(tile: MatmulTile) -> None:
+        matmul.matmul_tile = lambda t, *_, tile=tile: replace(
+            tile, tokens=tile.tokens or max(16, t)
+        )
+
     print("wo_a tile, b 1 16 64")
-    for rows in (32, 64, 128):
-        for columns, stages in ((128, 4), (256, 3), (256, 5), (512, 3)):
-
-            def few(
-                t: int,
-                g: int,
-                r: int,
-                _: object,
-                rows: int = rows,
-                c: int = columns,
-                s: int = stages,
-            ) -> MatmulTile:
-                return MatmulTile(max(16, t), rows, c, 4, s, True)
-
-            matmul.matmul_tile = few
-            row(
-                f"left {rows} {columns} stages {stages}",
-                [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 64)],
-            )
-    print("wo_a tile, b 128 512 4096")
+    for rows in (16, 32, 64):
+        for columns, stages, warps in (
+            (128, 5, 4),
+            (256, 3, 4),
+            (256, 5, 4),
+            (512, 3, 4),
+            (512, 3, 8),
+        ):
+            use(MatmulTile(0, rows, columns, warps, stages, True))
+            times = [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 64)]
+            row(f"left {rows} x {columns} warps {warps} stages {stages}", times)
+    print("wo_a e4m3 tile, b 128 256")
+    for tile in (
+        MatmulTile(64, 64, 256, 4, 3, True),
+        MatmulTile(64, 128, 128, 4, 3, True),
+        MatmulTile(128, 64, 128, 4, 3, True),
+        MatmulTile(128, 64, 128, 8, 3, True),
+        MatmulTile(128, 128, 128, 8, 3, True),
+        MatmulTile(64, 64, 128, 4, 4, False),
+        MatmulTile(64, 128, 128, 8, 3, False),
+        MatmulTile(128, 128, 128, 8, 3, False),
+    ):
+        use(tile)
+        row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 256)])
+    products.keep(backend)
+    matmul.DENSE_TOKENS = 1
+    print("wo_a bf16 tile, b 128 512 4096")
     for tile in (
         MatmulTile(128, 128, 64, 8, 3, False),
-        MatmulTile(128, 128, 128, 8, 3, False),
-        MatmulTile(128, 128, 128, 4, 3, False),
-        MatmulTile(64, 128, 128, 4, 4, False),
+        MatmulTile(128, 128, 64, 4, 4, False),
+        MatmulTile(64, 128, 64, 4, 4, False),
         MatmulTile(128, 256, 64, 8, 3, False),
-        MatmulTile(128, 256, 128, 8, 3, False),
+        MatmulTile(128, 256, 64, 8, 4, False),
         MatmulTile(256, 128, 64, 8, 3, False),
-        MatmulTile(128, 128, 128, 8, 3, True),
-        MatmulTile(64, 128, 128, 4, 4, True),
-        MatmulTile(256, 128, 64, 8, 3, True),
     ):
-        matmul.matmul_tile = lambda t, g, r, target, tile=tile: tile
+        use(tile)
         row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 512, 4096)])
 
 
@@ -253,6 +292,7 @@ def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
     times = [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
     row("prefill 640, s_q 128 1024 4096", times)
     products = Products()
+    products.keep(backend)
     sizes = (1, 16, 64, 128, 512, 4096)
     print("products, us, tokens", sizes)
     row("wo_a einsum", [timer(products.einsum(b, backend)) for b in sizes])

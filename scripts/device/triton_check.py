@@ -306,6 +306,8 @@ def linears() -> float:
     worst = 0.0
     for n, k in ((4096, 1280), (5120, 8192), (512, 1312)):
         w, sw = quantize_kv_mxfp8(torch.randn(n, k, generator=g, device=DEVICE) * 0.05)
+        backend, weight = TritonBackend(), w.view(torch.float8_e4m3fn)
+        backend.prepare(weight, sw)
         for tokens in (1, 5, 16, 33, 64, 65, 130, 300):
             x = (
                 triton_cases.latents(tokens * 32, g)
@@ -313,7 +315,7 @@ def linears() -> float:
                 .view(tokens, k)
                 .bfloat16()
             )
-            got = TritonBackend().linear(x, w.view(torch.float8_e4m3fn), sw)
+            got = backend.linear(x, weight, sw)
             worst = max(worst, triton_cases.matmul_excess(got, reference.linear.linear(x, w, sw)))
     return worst
 
@@ -322,6 +324,9 @@ def einsums() -> float:
     g = torch.Generator(DEVICE).manual_seed(5)
     w, sw = quantize_kv_mxfp8(torch.randn(8, 1024, 4096, generator=g, device=DEVICE) * 0.05)
     packed = pack_mn_major(sw)
+    whole = w.view(torch.float8_e4m3fn)
+    backend = TritonBackend()
+    backend.prepare(whole, packed)
     worst = 0.0
     for tokens, groups in (
         (1, 8),
@@ -338,10 +343,11 @@ def einsums() -> float:
         x.data.copy_(codes.view(torch.float8_e4m3fn))
         x.scale.copy_(scale.view(torch.int32))
         z = torch.full((tokens, groups, 1024), float("nan"), dtype=torch.bfloat16, device=DEVICE)
-        TritonBackend().fp8_einsum(
+        weights = (whole, packed) if groups == 8 else (whole[:groups], packed[:groups])
+        backend.fp8_einsum(
             "bhr,hdr->bhd",
             (x.data[:, :groups], x.scale[:, :groups]),
-            (w[:groups].view(torch.float8_e4m3fn), packed[:groups]),
+            weights,
             z,
             (1, 1, 32),
         )

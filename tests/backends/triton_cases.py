@@ -259,6 +259,6 @@ def _first_heads(want: reference.attention.Attended, heads: int) -> reference.at
 def matmul_excess(got: Tensor, want: reference.bounds.Bounded) -> float:
     """Worst error / bound of a bf16 result, its own rounding allowed for."""
     value = want.value.double()
-    step = torch.maximum(value.abs(), got.double().abs()) * 2.0**-8
-    error = (got.double() - value).abs() - step / 2 - 1e-40
+    half_step = torch.maximum(value.abs(), got.double().abs()) * 2.0**-8
+    error = (got.double() - value).abs() - half_step - 1e-40
     return float((error / want.bound.double().clamp_min(1e-30)).clamp_min(0).max())

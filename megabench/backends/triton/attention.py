@@ -21,6 +21,8 @@ from megabench.formats import HEAD_DIM, NVFP4, PageLayout
 from megabench.quant import QuantizedActivation, alloc_mega_attn_output
 
 LOG2_E = 1.4426950408889634
+MAX_PREFETCH = 512
+"""Index entries that a program prefetches the records of at a time."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ def decode_tile(live_heads: int, target: Target) -> Tile:
         return Tile(heads=16, rows=32, warps=4, stages=2)
     if live_heads <= 32:
         return Tile(heads=32, rows=64, warps=8, stages=2)
+    if target.capability == 90:
+        return Tile(heads=64, rows=128, warps=8, stages=1)
     return Tile(heads=64, rows=64, warps=8, stages=2)
 
 
@@ -165,6 +169,8 @@ def decode(
         HAS_EXTRA_LEN=extra_topk_length is not None,
         HAS_SINK=attn_sink is not None,
         Q_NORM=q_norm_eps is not None,
+        PREFETCH=_prefetch_width(kv, topk, target),
+        PREFETCH_EXTRA=_prefetch_width(kv if extra_kv is None else extra_kv, extra_topk, target),
         EMULATE=target.emulate,
         FP8_CVT=target.fp8_cvt,
         num_warps=tile.warps,
@@ -188,6 +194,14 @@ def decode(
             num_warps=COMBINE_WARPS,
         )
     return [out.data, out.scale, lse]
+
+
+def _prefetch_width(cache: torch.Tensor, topk: int, target: Target) -> int:
+    """Index entries a program prefetches at a time; 0 where the hardware or alignment forbids."""
+    aligned = cache.data_ptr() % 16 == 0 and cache.stride(0) % 16 == 0
+    if target.capability < 90 or not aligned:
+        return 0
+    return min(MAX_PREFETCH, int(triton.next_power_of_2(max(topk, 1))))
 
 
 def _page_constants(prefix: str, pages: Pages) -> dict[str, int]:

@@ -294,13 +294,15 @@ class TritonBackend(TorchBackend):
     # ---- matrix products ----------------------------------------------------
 
     def prepare(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
-        """Nothing to derive: the kernels read e4m3 weights and their scales as they are."""
+        """Keep a bf16 form on a GPU, for steps of many tokens; few read e4m3."""
+        if weight.device.type == "cuda":
+            self._dense.prepare(weight, scale)
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
         check_tensor("w", w, torch.float8_e4m3fn, (None, None), x.device)
         check_tensor("x", x, torch.bfloat16, (None, w.shape[1]), x.device)
         check_tensor("sw", sw, torch.uint8, (w.shape[0], w.shape[1] // QUANT_GROUP), x.device)
-        return matmul.linear(x, w, sw)
+        return matmul.linear(x, w, sw, self._dense.kept(w, sw))
 
     def fp8_einsum(
         self, equation: str, x: Pair, w: Pair, out: torch.Tensor, recipe: tuple[int, int, int]
@@ -315,4 +317,5 @@ class TritonBackend(TorchBackend):
         check_tensor("w[0]", weight, torch.float8_e4m3fn, (h, d, r), data.device)
         check_tensor("w[1]", weight_scale, torch.int32, (h, d, words), data.device)
         check_tensor("out", out, torch.bfloat16, (b, h, d), data.device)
-        matmul.fp8_einsum(data, scale, weight, weight_scale, out)
+        dense = self._dense.kept(weight, weight_scale)
+        matmul.fp8_einsum(data, scale, weight, weight_scale, out, dense)

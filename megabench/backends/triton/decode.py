@@ -14,7 +14,7 @@ import triton.language as tl
 
 from megabench.backends.triton.bits import loop_bound
 from megabench.backends.triton.epilogue import natural_lse, normalizer, store_output
-from megabench.backends.triton.pages import row_offsets
+from megabench.backends.triton.pages import prefetch_rows, row_offsets, slots_of
 from megabench.backends.triton.query import load_query, score_scale
 from megabench.backends.triton.tiles import NEG_INF, attend_tile, mxfp8_tile, nvfp4_tile
 
@@ -25,15 +25,6 @@ def _row_count(len_ptr, token, topk, HAS_LEN: tl.constexpr):
         return tl.maximum(tl.minimum(tl.load(len_ptr + token), topk), 0)
     else:
         return topk
-
-
-@triton.jit
-def _slots_of(index_ptr, first, count, pool, N: tl.constexpr):
-    """Slots of rows first..first+N of an index row, 0 where not valid, and which are valid."""
-    row = first + tl.arange(0, N)
-    slot = tl.load(index_ptr + row, mask=row < count, other=-1)
-    valid = (slot >= 0) & (slot < pool)
-    return tl.where(valid, slot, 0), valid
 
 
 @triton.jit(do_not_specialize=["topk", "rounds", "extra_topk", "pool", "extra_pool"])
@@ -85,45 +76,75 @@ def decode_kernel(
     HAS_EXTRA_LEN: tl.constexpr,
     HAS_SINK: tl.constexpr,
     Q_NORM: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PREFETCH_EXTRA: tl.constexpr,
     EMULATE: tl.constexpr,
     FP8_CVT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1) % SPLITS
     first_head = tl.program_id(1) // SPLITS * H
     head = first_head + tl.arange(0, H)
     position = tl.load(position_ptr + token).to(tl.int64)
-    q, squares = load_query(
-        q_ptr + token * q_stride, first_head, position, cos_sin_ptr, HEADS, 0, H, 512, EMULATE
-    )
-    scale = score_scale(squares, sm_scale_log2, eps, Q_NORM)
-
     count = _row_count(len_ptr, token, topk, HAS_LEN)
+    index_row = index_ptr + token * index_stride
     tiles = tl.cdiv(count, N)
     total = tiles
     if HAS_EXTRA:
         extra_count = _row_count(extra_len_ptr, token, extra_topk, HAS_EXTRA_LEN)
+        extra_row = extra_index_ptr + token * extra_index_stride
         total += tl.cdiv(extra_count, N)
+    # This share's tiles of the two lists, one after the other.
     share = tl.cdiv(total, SPLITS)
-    first_tile = split * share
-    last_tile = tl.minimum(first_tile + share, total)
+    first = tl.program_id(1) % SPLITS * share
+    last = tl.minimum(first + share, total)
+    end = tl.minimum(last, tiles)
+    extra_first, extra_end = tl.maximum(first - tiles, 0), last - tiles
+    if PREFETCH:
+        prefetch_rows(
+            kv_ptr,
+            index_row,
+            first * N,
+            tl.minimum(end * N, count),
+            pool,
+            page_stride,
+            PAGE,
+            DATA_PITCH,
+            DATA_PITCH,
+            PREFETCH,
+        )
+        if HAS_EXTRA:
+            prefetch_rows(
+                extra_ptr,
+                extra_row,
+                extra_first * N,
+                tl.minimum(extra_end * N, extra_count),
+                extra_pool,
+                extra_page_stride,
+                EXTRA_PAGE,
+                EXTRA_DATA_PITCH,
+                EXTRA_DATA_PITCH,
+                PREFETCH_EXTRA,
+            )
 
+    q, squares = load_query(
+        q_ptr + token * q_stride, first_head, position, cos_sin_ptr, HEADS, 0, H, 512, EMULATE
+    )
+    scale = score_scale(squares, sm_scale_log2, eps, Q_NORM)
     m = tl.full((H,), NEG_INF, tl.float32)
     denom = tl.zeros((H,), tl.float32)
     acc = tl.zeros((H, 512), tl.float32)
+    # One round. A loop-carried q is what Triton keeps in shared memory as the left operand; one
+    # computed in place it would reload into registers for every tile.
     for _ in range(0, loop_bound(rounds, EMULATE)):
-        index_row = index_ptr + token * index_stride
-        begin, end = first_tile, tl.minimum(last_tile, tiles)
-        for tile in range(loop_bound(begin, EMULATE), loop_bound(end, EMULATE)):
-            slot, valid = _slots_of(index_row, tile * N, count, pool, N)
+        for tile in range(loop_bound(first, EMULATE), loop_bound(end, EMULATE)):
+            slot, valid = slots_of(index_row, tile * N, count, pool, N)
             data, sf = row_offsets(slot, page_stride, PAGE, DATA_PITCH, SCALE_BASE, SCALE_PITCH)
             k = mxfp8_tile(kv_ptr, data, sf, valid, N, EMULATE)
-            m, denom, acc = attend_tile(q, k, valid, tile * N < count, scale, m, denom, acc, EMULATE)
+            some = tile * N < count
+            m, denom, acc = attend_tile(q, k, valid, some, scale, m, denom, acc, EMULATE)
         if HAS_EXTRA:
-            extra_row = extra_index_ptr + token * extra_index_stride
-            begin, end = tl.maximum(first_tile - tiles, 0), last_tile - tiles
-            for tile in range(loop_bound(begin, EMULATE), loop_bound(end, EMULATE)):
-                slot, valid = _slots_of(extra_row, tile * N, extra_count, extra_pool, N)
+            for tile in range(loop_bound(extra_first, EMULATE), loop_bound(extra_end, EMULATE)):
+                slot, valid = slots_of(extra_row, tile * N, extra_count, extra_pool, N)
                 data, sf = row_offsets(
                     slot,
                     extra_page_stride,
@@ -136,9 +157,8 @@ def decode_kernel(
                     k = nvfp4_tile(extra_ptr, data, sf, valid, N, EMULATE)
                 else:
                     k = mxfp8_tile(extra_ptr, data, sf, valid, N, EMULATE)
-                m, denom, acc = attend_tile(
-                    q, k, valid, tile * N < extra_count, scale, m, denom, acc, EMULATE
-                )
+                some = tile * N < extra_count
+                m, denom, acc = attend_tile(q, k, valid, some, scale, m, denom, acc, EMULATE)
         q = tl.zeros_like(q)
 
     if SPLITS == 1:
@@ -161,7 +181,7 @@ def decode_kernel(
         )
         tl.store(lse_ptr + token * HEADS + head, natural_lse(m, denom))
     else:
-        part = (token * SPLITS + split) * HEADS + head
+        part = (token * SPLITS + tl.program_id(1) % SPLITS) * HEADS + head
         tl.store(partial_ptr + part[:, None] * 512 + tl.arange(0, 512)[None, :], acc)
         tl.store(partial_ml_ptr + part * 2, m)
         tl.store(partial_ml_ptr + part * 2 + 1, denom)

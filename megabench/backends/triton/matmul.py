@@ -1,9 +1,10 @@
 """Products of exactly dequantized fp8 operands: the wq_b and wo_b linears and the wo_a einsum.
 
-Weights stay e4m3 in memory and become bf16 in registers (exact: a code times a power of two); dots
-accumulate in float32. With few tokens the weight tile is the left operand, so that the tile's long
+Operands become bf16 in registers (exact: a code times a power of two); dots accumulate in float32.
+With few tokens the weight tile is the left operand, so that the tile's long
 side is the weight's and a token costs no padding beyond 16; the loop is then bound by the weight's
-bytes. With many tokens the token tile is the left operand.
+bytes. With many tokens the token tile is the left operand, and a weight that `prepare` dequantized
+is read as bf16.
 """
 
 # Kernels are untyped: Triton's tensors have no Python types.
@@ -35,6 +36,10 @@ from megabench.formats import QUANT_GROUP
 ROUND_TRIP_COLUMNS = 1024
 SKINNY_TOKENS = 64
 """Up to here the weight tile is the left operand."""
+DEQUANTIZE_ROWS = 8
+DEQUANTIZE_COLUMNS = 1024
+DENSE_TOKENS = 256
+"""From here a bf16 form of the weight is read instead, where `prepare` made one."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +54,17 @@ class MatmulTile:
     weight_left: bool
 
 
-def matmul_tile(tokens: int, groups: int, rows: int, target: Target) -> MatmulTile:
-    """A tile for `tokens` tokens against `groups` weights of `rows` rows."""
+def matmul_tile(tokens: int, groups: int, rows: int, dense: bool, target: Target) -> MatmulTile:
+    """A tile for `tokens` tokens against `groups` weights of `rows` rows, dense (bf16) or e4m3."""
     if target.emulate:  # few, large steps: the interpreter pays per operation
         return MatmulTile(64, 128, 512, 1, 1, tokens <= SKINNY_TOKENS)
     if tokens <= SKINNY_TOKENS:
         wide = max(16, triton.next_power_of_2(tokens))
-        few = groups * triton.cdiv(rows, 64) < target.multiprocessors
-        return MatmulTile(wide, 32 if few else 64, 128, 4, 4, True)
-    return MatmulTile(128, 128, 64, 8, 3, False)
+        few = groups * triton.cdiv(rows, 64) < 2 * target.multiprocessors
+        return MatmulTile(wide, 32 if few else 64, 256, 4, 3, True)
+    if dense:
+        return MatmulTile(128, 256, 64, 8, 3, False)
+    return MatmulTile(128, 128, 128, 8, 3, False)
 
 
 @triton.jit
@@ -76,6 +83,15 @@ def round_trip_kernel(
 
 
 @triton.jit
+def _plain(ptr, row, rows, row_stride, step, K, COLUMNS: tl.constexpr, EMULATE: tl.constexpr):
+    """Operand [rows of `row`, COLUMNS] at columns step*COLUMNS.. of a bf16 matrix."""
+    column = step * COLUMNS + tl.arange(0, COLUMNS)
+    place = row.to(tl.int64)[:, None] * row_stride + column[None, :]
+    mask = (row < rows)[:, None] & (column < K)[None, :]
+    return bf16_operand(tl.load(ptr + place, mask=mask, other=0.0), EMULATE)
+
+
+@triton.jit
 def _dequantized(
     code_ptr,
     scale_ptr,
@@ -90,23 +106,66 @@ def _dequantized(
     COLUMNS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """Operand [ROWS, COLUMNS] at columns step*COLUMNS.. of e4m3 codes and their scale bytes.
+    """Operand [ROWS, COLUMNS] at columns step*COLUMNS.. of e4m3 codes and their packed scales.
 
-    Byte c of a row's scales lies at row*scale_row + c//4*scale_word + c%4.
+    Scales come as words of four bytes, which a pipelined loop can fetch ahead.
     """
+    W: tl.constexpr = COLUMNS // 128
     column = step * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < rows)[:, None]
     place = row.to(tl.int64)[:, None] * row_stride + column[None, :]
     code = tl.load(code_ptr + place, mask=inside & (column < K)[None, :], other=0)
-    chunk = step * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)
-    place = row.to(tl.int64)[:, None] * scale_row
-    place += ((chunk // 4).to(tl.int64) * scale_word + chunk % 4)[None, :]
-    byte = tl.load(scale_ptr + place, mask=inside & (chunk * 32 < K)[None, :], other=0)
+    word = step * W + tl.arange(0, W)
+    place = row.to(tl.int64)[:, None] * scale_row + word.to(tl.int64)[None, :] * scale_word
+    packed = tl.load(scale_ptr + place, mask=inside & (word * 128 < K)[None, :], other=0)
+    byte = (packed[:, :, None] >> (tl.arange(0, 4) * 8)[None, None, :]) & 0xFF
+    byte = tl.reshape(byte, (ROWS, 4 * W))
     if EMULATE:
-        scale = ue8m0_to_f32(byte.to(tl.int32))
-        return e4m3_to_f32(code) * spread(scale, ROWS, COLUMNS // 32, 32)
+        return e4m3_to_f32(code) * spread(ue8m0_to_f32(byte), ROWS, 4 * W, 32)
     else:
-        return e4m3_times(code, spread(ue8m0_to_bf16(byte), ROWS, COLUMNS // 32, 32))
+        return e4m3_times(code, spread(ue8m0_to_bf16(byte), ROWS, 4 * W, 32))
+
+
+@triton.jit(do_not_specialize=["T"])
+def dequantize_kernel(
+    x_ptr,
+    x_scale_ptr,
+    x_row_stride,
+    x_group_stride,
+    x_scale_row,
+    x_scale_word,
+    x_scale_group,
+    out_ptr,
+    out_row_stride,
+    out_group_stride,
+    T,
+    K,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """bf16 of e4m3 activations with packed scales."""
+    group = tl.program_id(2).to(tl.int64)
+    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    step = tl.program_id(1)
+    x = _dequantized(
+        x_ptr + group * x_group_stride,
+        x_scale_ptr + group * x_scale_group,
+        t,
+        T,
+        x_row_stride,
+        x_scale_row,
+        x_scale_word,
+        step,
+        K,
+        ROWS,
+        COLUMNS,
+        EMULATE,
+    )
+    column = step * COLUMNS + tl.arange(0, COLUMNS)
+    place = t.to(tl.int64)[:, None] * out_row_stride + group * out_group_stride + column[None, :]
+    mask = (t < T)[:, None] & (column < K)[None, :]
+    tl.store(out_ptr + place, f32_to_bf16(x.to(tl.float32), EMULATE), mask=mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -136,38 +195,39 @@ def matmul_kernel(
     BK: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
     X_BF16: tl.constexpr,
+    W_BF16: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """out[t, g, d] = sum over r of x[t, g, r] * w[g, d, r]; scale strides are in bytes."""
+    """out[t, g, d] = sum over r of x[t, g, r] * w[g, d, r]; a bf16 operand has no scales."""
     group = tl.program_id(1).to(tl.int64)
     d_tiles = tl.cdiv(D, BD)
     t = tl.program_id(0) // d_tiles * BT + tl.arange(0, BT)
     d = tl.program_id(0) % d_tiles * BD + tl.arange(0, BD)
     x_ptr += group * x_group_stride
     w_ptr += group * w_group_stride
-    x_scale_ptr = x_scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + group * x_scale_group
-    w_scale_ptr = w_scale_ptr.to(tl.pointer_type(tl.uint8), bitcast=True) + group * w_scale_group
+    x_scale_ptr += group * x_scale_group
+    w_scale_ptr += group * w_scale_group
     acc = tl.zeros((BD, BT) if WEIGHT_LEFT else (BT, BD), tl.float32)
     for step in range(0, loop_bound(tl.cdiv(K, BK), EMULATE)):
-        w = _dequantized(
-            w_ptr,
-            w_scale_ptr,
-            d,
-            D,
-            w_row_stride,
-            w_scale_row,
-            w_scale_word,
-            step,
-            K,
-            BD,
-            BK,
-            EMULATE,
-        )
+        if W_BF16:
+            w = _plain(w_ptr, d, D, w_row_stride, step, K, BK, EMULATE)
+        else:
+            w = _dequantized(
+                w_ptr,
+                w_scale_ptr,
+                d,
+                D,
+                w_row_stride,
+                w_scale_row,
+                w_scale_word,
+                step,
+                K,
+                BD,
+                BK,
+                EMULATE,
+            )
         if X_BF16:
-            column = step * BK + tl.arange(0, BK)
-            place = t.to(tl.int64)[:, None] * x_row_stride + column[None, :]
-            mask = (t < T)[:, None] & (column < K)[None, :]
-            x = bf16_operand(tl.load(x_ptr + place, mask=mask, other=0.0), EMULATE)
+            x = _plain(x_ptr, t, T, x_row_stride, step, K, BK, EMULATE)
         else:
             x = _dequantized(
                 x_ptr,
@@ -193,50 +253,38 @@ def matmul_kernel(
     tl.store(out_ptr + place, f32_to_bf16(acc, EMULATE), mask=(t < T)[:, None] & (d < D)[None, :])
 
 
-def _byte_strides(scale: torch.Tensor) -> tuple[int, int]:
-    """Bytes from a row's scales to the next row's, and from one four of them to the next."""
-    if scale.dtype == torch.int32:
-        return 4 * scale.stride(-2), 4 * scale.stride(-1)
-    return scale.stride(-2), 4
+def _scale_arguments(scale: torch.Tensor | None) -> tuple[int, int, int]:
+    """Strides from row to row, word to word and group to group of int32 [G, rows, words]."""
+    return (0, 0, 0) if scale is None else (scale.stride(1), scale.stride(2), scale.stride(0))
 
 
 def _launch(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,
     w: torch.Tensor,
-    w_scale: torch.Tensor,
+    w_scale: torch.Tensor | None,
     out: torch.Tensor,
     target: Target,
 ) -> None:
-    """out [T, G, D] of x [T, G, K] (bf16, or e4m3 with packed scales) and w [G, D, K]."""
-    tokens, groups, k = x.shape
+    """out [G, T, D] of x [G, T, K] and w [G, D, K], each bf16 without scales, or e4m3 with int32
+    words of ue8m0 bytes [G, rows, K/128]; any strides but the last."""
+    groups, tokens, k = x.shape
     rows = w.shape[1]
-    tile = matmul_tile(tokens, groups, rows, target)
-    x_scale_row, x_scale_word, x_scale_group = 0, 0, 0
-    if x_scale is not None:
-        by_group = x_scale.transpose(0, 1)
-        x_scale_row, x_scale_word = _byte_strides(by_group)
-        x_scale_group = 4 * x_scale.stride(1)
-    w_scale_row, w_scale_word = _byte_strides(w_scale)
-    grid = (triton.cdiv(tokens, tile.tokens) * triton.cdiv(rows, tile.rows), groups)
-    matmul_kernel[grid](
+    tile = matmul_tile(tokens, groups, rows, w_scale is None, target)
+    matmul_kernel[(triton.cdiv(tokens, tile.tokens) * triton.cdiv(rows, tile.rows), groups)](
         x if x_scale is None else x.view(torch.uint8),
-        w_scale if x_scale is None else x_scale,
-        x.stride(0),
+        out if x_scale is None else x_scale,
         x.stride(1),
-        x_scale_row,
-        x_scale_word,
-        x_scale_group,
-        w.view(torch.uint8),
-        w_scale,
+        x.stride(0),
+        *_scale_arguments(x_scale),
+        w if w_scale is None else w.view(torch.uint8),
+        out if w_scale is None else w_scale,
         w.stride(1),
         w.stride(0),
-        w_scale_row,
-        w_scale_word,
-        w_scale.stride(0) * w_scale.element_size(),
+        *_scale_arguments(w_scale),
         out,
-        out.stride(0),
         out.stride(1),
+        out.stride(0),
         tokens,
         rows,
         k,
@@ -245,15 +293,26 @@ def _launch(
         BK=tile.columns,
         WEIGHT_LEFT=tile.weight_left,
         X_BF16=x_scale is None,
+        W_BF16=w_scale is None,
         EMULATE=target.emulate,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
 
 
-def linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+def _row_words(scale: torch.Tensor) -> torch.Tensor:
+    """int32 words [N, ceil(n/4)] of ue8m0 bytes uint8 [N, n]; a view where n is a multiple of 4."""
+    bytes_ = scale.view(torch.uint8)
+    if bytes_.shape[1] % 4:
+        bytes_ = torch.nn.functional.pad(bytes_, (0, -bytes_.shape[1] % 4))
+    return bytes_.view(torch.int32)
+
+
+def linear(
+    x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor, dense: torch.Tensor | None
+) -> torch.Tensor:
     """bf16 [T, N] of x bf16 [T, K], quantized per token and 32 columns, and w e4m3 [N, K] with sw
-    uint8 [N, K/32]."""
+    uint8 [N, K/32]; `dense` is w dequantized, if that was kept."""
     tokens, k = x.shape
     out = x.new_empty((tokens, w.shape[0]))
     if tokens == 0:
@@ -271,7 +330,8 @@ def linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
         FP8_CVT=target.fp8_cvt,
         num_warps=4,
     )
-    _launch(rounded.unsqueeze(1), None, w.unsqueeze(0), sw.unsqueeze(0), out.unsqueeze(1), target)
+    weight, scale = _chosen(w[None], _row_words(sw)[None], dense, tokens)
+    _launch(rounded[None], None, weight, scale, out[None], target)
     return out
 
 
@@ -281,7 +341,50 @@ def fp8_einsum(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     out: torch.Tensor,
+    dense: torch.Tensor | None,
 ) -> None:
     """out bf16 [b, h, d] of x e4m3 [b, h, r] and w e4m3 [h, d, r], packed int32 scales per 32."""
-    if x.shape[0]:
-        _launch(x, x_scale, w, w_scale, out, target_of(x.device))
+    if x.shape[0] == 0:
+        return
+    target = target_of(x.device)
+    by_group, scale_by_group = x.transpose(0, 1), x_scale.transpose(0, 1)
+    weight, scale = _chosen(w, w_scale, dense, x.shape[0])
+    if scale is None:
+        plain = _dequantize(by_group, scale_by_group, target)
+        _launch(plain, None, weight, None, out.transpose(0, 1), target)
+    else:
+        _launch(by_group, scale_by_group, weight, scale, out.transpose(0, 1), target)
+
+
+def _dequantize(x: torch.Tensor, x_scale: torch.Tensor, target: Target) -> torch.Tensor:
+    """bf16 [G, T, K] of e4m3 [G, T, K] with packed scales: its re-use by many weight tiles costs
+    less than converting it for each."""
+    groups, tokens, k = x.shape
+    out = torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+    grid = (triton.cdiv(tokens, DEQUANTIZE_ROWS), triton.cdiv(k, DEQUANTIZE_COLUMNS), groups)
+    dequantize_kernel[grid](
+        x.view(torch.uint8),
+        x_scale,
+        x.stride(1),
+        x.stride(0),
+        *_scale_arguments(x_scale),
+        out,
+        out.stride(1),
+        out.stride(0),
+        tokens,
+        k,
+        ROWS=DEQUANTIZE_ROWS,
+        COLUMNS=DEQUANTIZE_COLUMNS,
+        EMULATE=target.emulate,
+        num_warps=4,
+    )
+    return out
+
+
+def _chosen(
+    w: torch.Tensor, scale: torch.Tensor, dense: torch.Tensor | None, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight as stored while its bytes bound the product, else its bf16 form where kept."""
+    if dense is None or tokens < DENSE_TOKENS:
+        return w, scale
+    return dense.view(w.shape), None
