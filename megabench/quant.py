@@ -120,9 +120,10 @@ def quantize_nvfp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def decode_e2m1(pairs: torch.Tensor) -> torch.Tensor:
     """float32 values [..., 2n] of nibble pairs uint8 [..., n], even element in the low nibble."""
-    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device=pairs.device)
-    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int64)
-    return torch.where(codes >= 8, -table[codes & 7], table[codes & 7])
+    codes = torch.stack((pairs & 15, pairs >> 4), -1).flatten(-2).to(torch.int32)
+    # Exponent and mantissa moved into a float32's read 2^-126 of the value, subnormals included.
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.view(torch.float32) * 2.0**126
 
 
 def dequantize_mxfp8(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
