@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ from megabench.report.words import microseconds, percent, rate
 from megabench.results import Ceilings
 from megabench.results.names import OP_ORDER, PARTS, STEP
 
+PUBLISHED_FILE = "published.json"
 MAX_SERIES = 8
 MAX_BARS = 30
 ATTENTION = "decode_attention"
@@ -42,8 +45,9 @@ class Figured:
     caption: str
 
 
-def latency(measurements: pd.DataFrame) -> Figured | None:
-    """Median against s_q: the whole step, and the decode attention op beside it."""
+def latency(measurements: pd.DataFrame, device_name: str = "") -> Figured | None:
+    """Median against s_q: the whole step, and the decode attention op beside it, with what others
+    published for the device."""
     data = _usable(measurements)
     panels = [op for op in (STEP, ATTENTION) if (data["op"] == op).any()]
     if not panels:
@@ -56,6 +60,7 @@ def latency(measurements: pd.DataFrame) -> Figured | None:
         for axis, op in zip(axes, panels, strict=True):
             _latency_panel(axis, data[data["op"] == op], styles)
             finish(axis, titles[op], "query tokens of the step (s_q)", "median time")
+        sources = _published(axes[-1], device_name) if panels[-1] == ATTENTION else []
         handles, labels = _legend(axes)
         figure.legend(handles, labels, loc="outside lower center", ncols=2)
         svg = to_svg(figure, "latency")
@@ -63,7 +68,26 @@ def latency(measurements: pd.DataFrame) -> Figured | None:
         "Median with its 95 % bootstrap interval. Lines join cases that differ in s_q and length "
         "alone; markers tell decode, prefill and mixed steps apart."
     )
+    for source in sources:
+        caption += f" Dashed, from elsewhere and not measured in this run: {source}."
     return Figured(svg, "Latency against s_q", caption)
+
+
+def _published(axis: Axes, device_name: str) -> list[str]:
+    """Draw the published latencies of this device, inside the span of its own -> their sources."""
+    text = (resources.files("megabench.data") / PUBLISHED_FILE).read_text(encoding="utf-8")
+    found = [s for s in json.loads(text)["series"] if s["device"] in device_name]
+    low, high = axis.get_xlim()
+    for series in found:
+        points = [(x, y) for x, y in series["points"] if low <= x <= high]
+        if points:
+            axis.plot(
+                *zip(*points, strict=True), "--", color=MUTED, linewidth=1, label=series["label"]
+            )
+            bottom, top = axis.get_ylim()
+            inside = [y for _, y in points]
+            axis.set_ylim(min(bottom, min(inside) / 1.4), max(top, max(inside) * 1.4))
+    return [series["source"] for series in found]
 
 
 def _series_styles(data: pd.DataFrame) -> dict[Hashable, tuple[str, str, str]]:

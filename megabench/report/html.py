@@ -21,7 +21,7 @@ def render(run: Run) -> str:
     """The whole report of a run as one HTML document without any external reference."""
     measurements = measurements_frame(run)
     drawn = (
-        figures.latency(measurements),
+        figures.latency(measurements, run.header.environment.device_name if run.header else ""),
         figures.heat_map(measurements),
         figures.roofline(measurements, run.ceilings),
         figures.breakdown(measurements),

@@ -157,6 +157,15 @@ def test_figures_appear_only_with_something_to_show() -> None:
     assert render(validate_run()).count("<svg") == 0
 
 
+def test_published_figures_stand_beside_a_run_on_their_device_alone() -> None:
+    run = bench_run()
+    assert "FlashMLA SM90" in render(run)
+    assert "from elsewhere and not measured in this run" in render(run)
+    assert run.header is not None
+    run.header.environment.device_name = "a processor"
+    assert "FlashMLA SM90" not in render(run)
+
+
 def test_the_same_run_gives_the_same_bytes() -> None:
     assert render(bench_run()) == render(bench_run())
 
