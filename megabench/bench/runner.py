@@ -30,6 +30,7 @@ from megabench.workload import Workload, build_weights, build_workload, obstacle
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
 """Validates a case on a named backend and a device against the golden model."""
 Progress = Callable[[CaseResult], None]
+EMPTY = "an empty step has nothing to time"
 
 
 @dataclass
@@ -111,13 +112,13 @@ class BenchRun:
             reason = obstacle(case, backend, self.device)
             if reason:
                 return _ended(row, "skipped", reason)
-            if case.num_tokens == 0:
-                return _ended(row, "skipped", "an empty step has nothing to time")
             if self.judge is not None:
                 row.stages = self.judge(case, name, self.device)
                 wrong = [s for s in row.stages if s.verdict and not s.ok]
                 if wrong:
                     return _ended(row, "failed", f"{wrong[0].name}: {wrong[0].message}")
+            if case.num_tokens == 0:
+                return _ended(row, "passed" if self.judge else "skipped", EMPTY)
         except BackendError as error:
             return _ended(row, "skipped", str(error))
         except Exception as error:

@@ -138,9 +138,13 @@ def test_an_unserved_topology_is_a_skipped_row_with_its_reason(
     assert "TP 16" in row.reason
 
 
-def test_an_empty_step_is_a_skipped_row(start: Callable[..., BenchRun], model: str) -> None:
-    (row,) = start().run([Case(model=model, batch="0q1")], ["torch"])
-    assert row.status == "skipped"
+def test_an_empty_step_is_checked_and_not_timed(start: Callable[..., BenchRun], model: str) -> None:
+    case = Case(model=model, batch="0q1")
+    (unchecked,) = start().run([case], ["torch"])
+    assert unchecked.status == "skipped"
+    (checked,) = start(right).run([case], ["torch"])
+    assert (checked.status, checked.measurements) == ("passed", [])
+    assert checked.stages
 
 
 def test_a_backend_that_raises_is_an_error_row_and_the_run_goes_on(
