@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 import torch
 
-from megabench.backends import BackendError, choose_backend, get_backend
+from megabench.backends import BackendError, Support, choose_backend, get_backend
 from megabench.cases import Case, Suite, nearest
 from megabench.console import Watch
 from megabench.formats import PAGE_LAYOUTS
@@ -94,7 +94,10 @@ def resolve_backends(names: Sequence[str], cases: list[Case], device: torch.devi
     geometries = {case.model: Geometry.load(case.model) for case in cases}
     first = cases[0]
     found = [_backend_name(name, geometries[first.model], first, device) for name in names]
-    return list(dict.fromkeys(found))
+    unique = list(dict.fromkeys(found))
+    for name in unique:
+        _require_support(name, cases, geometries, device)
+    return unique
 
 
 def _backend_name(name: str, geometry: Geometry, case: Case, device: torch.device) -> str:
@@ -114,14 +117,36 @@ def _backend_name(name: str, geometry: Geometry, case: Case, device: torch.devic
     raise problems[0]
 
 
+def _require_support(
+    name: str, cases: Sequence[Case], geometries: dict[str, Geometry], device: torch.device
+) -> None:
+    """BackendError when a backend serves none of the cases here: its library or the device is
+    wrong, and a run of skipped rows would pass for a good one."""
+    reasons: dict[str, None] = {}
+    for model, layout, record in {(c.model, c.page_layout, c.record) for c in cases}:
+        try:
+            support = get_backend(name, layout).supports(geometries[model], device, record)
+        except BackendError as error:
+            support = Support(False, str(error))
+        if support.ok:
+            return
+        reasons[support.reason or "no reason given"] = None
+    if reasons:
+        raise BackendError(f"backend {name} on {device}: {'; '.join(sorted(reasons))}")
+
+
 def backend_infos(names: Sequence[str], device: torch.device) -> list[BackendInfo]:
     """What each backend says of the packaged model on a device."""
     geometry, case = Geometry.load(), Case(batch="1q1")
     infos = []
     for name in names:
         try:
-            support = get_backend(name).supports(geometry, device, case.record)
-            infos.append(BackendInfo(name=name, supported=support.ok, reason=support.reason))
+            backend = get_backend(name)
+            support = backend.supports(geometry, device, case.record)
+            version = getattr(backend, "version", None)
+            infos.append(
+                BackendInfo(name=name, supported=support.ok, reason=support.reason, version=version)
+            )
         except BackendError as error:
             infos.append(BackendInfo(name=name, supported=False, reason=str(error)))
     return infos
