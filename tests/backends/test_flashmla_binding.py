@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from pathlib import Path
 
@@ -15,13 +16,15 @@ import flashmla_c
 from loading import PACKAGES, on_path, vllm_ops
 from standin_backend import StandinBackend
 
-from megabench.backends import TorchBackend, choose_backend, get_backend
+from megabench.backends import BackendError, TorchBackend, choose_backend, get_backend
 from megabench.backends.flashmla import FlashmlaBackend, library_versions
 from megabench.backends.flashmla.binding import find_attention
 from megabench.backends.flashmla.gemm import compiler_problem, find_gemm
 from megabench.backends.flashmla.schemas import DECODE, PERMUTE_Q_B, PREFILL, SCHEMAS
+from megabench.cases import load_suite
 from megabench.formats import NVFP4
 from megabench.geometry import Geometry
+from megabench.runs import backend_infos, resolve_backends
 
 CPU = torch.device("cpu")
 
@@ -224,3 +227,19 @@ def test_auto_goes_on_to_the_next_backend_and_says_why() -> None:
     assert name != "flashmla"
     assert "flash_mla is not installed" in refused["flashmla"]
     assert get_backend("flashmla").name == "flashmla"
+
+
+def test_a_run_that_names_the_backend_stops_and_one_that_says_auto_goes_on() -> None:
+    cases = load_suite("smoke").cases
+    with pytest.raises(BackendError, match=r"flashmla on cpu: .*flash_mla is not installed"):
+        resolve_backends(["flashmla"], cases, CPU)
+    (chosen,) = resolve_backends(["auto"], cases, CPU)
+    assert chosen != "flashmla"
+
+
+def test_a_run_records_the_libraries_it_used() -> None:
+    with on_path(PACKAGES), vllm_ops():
+        (info,) = backend_infos(["standin_backend:StandinBackend"], CPU)
+    assert info.supported
+    assert info.version is not None
+    assert re.fullmatch(r"vllm _flashmla_C .+; deep_gemm 0\.2\.5\+standin", info.version)

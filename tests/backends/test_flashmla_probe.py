@@ -67,7 +67,8 @@ def test_a_refusal_counts_only_where_the_architecture_is_its_cause(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     holds, said = probe._verdict(child(json.dumps(REFUSED | {"error": error})), CUDA)
     assert holds is ok
-    assert error[:20] in said
+    assert ("refused for the architecture alone" in said) is ok
+    assert ok or error in said
 
 
 def test_a_call_that_ran_must_be_equal() -> None:
