@@ -1,8 +1,9 @@
-"""The command line: list, validate, bench, report, doctor.
+"""The command line: list, validate, bench, gate, baseline, report, doctor.
 
 Results go to stdout, progress and errors to stderr. Exit 0 when all is right, 1 when a case is
-wrong, 2 when the request itself is; an error is one line and leaves nothing written. Heavy modules
-are imported by the commands that need them, so that `--help` and `list` are instant.
+wrong, 2 when the request itself is, 3 when the gate cannot decide; an error is one line and leaves
+nothing written. Heavy modules are imported by the commands that need them, so that `--help` and
+`list` are instant.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from megabench.cases import Case, CaseError, Suite, load_suite, nearest, packaged_suites
+from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
 from megabench.version import __version__
 
 if TYPE_CHECKING:
@@ -41,6 +43,10 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="megabench")
 def cli() -> None:
     """Validate and benchmark DeepSeek V4.1 mega-attention kernels."""
+
+
+cli.add_command(gate)
+cli.add_command(baseline)
 
 
 def case_options(command: Command) -> Command:
@@ -133,12 +139,23 @@ def validate(**options: Any) -> None:
 
 @cli.command()
 @run_options
+@gated_bench_options
 @click.option("--no-validate", is_flag=True, help="Time without checking correctness first.")
-def bench(no_validate: bool, **options: Any) -> None:
+def bench(
+    no_validate: bool,
+    processes: int | None,
+    baseline: Path | None,
+    policy: Path | None,
+    **options: Any,
+) -> None:
     """Check, then time, every op and the whole step; ends with the path of an HTML report."""
     from megabench.runs import bench_cases
 
-    sys.exit(bench_cases(_request("bench", None, **options), check=not no_validate))
+    request = _request("bench", None, **options)
+    if processes is None and baseline is None:
+        sys.exit(bench_cases(request, check=not no_validate))
+    pattern = options["pattern"]
+    sys.exit(bench_processes(request, pattern, no_validate, processes, baseline, policy))
 
 
 def _request(

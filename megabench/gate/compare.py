@@ -1,0 +1,264 @@
+"""A run against its baseline: one finding for everything either of them has."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from megabench.gate.baseline import (
+    CORRECTNESS,
+    KERNELS,
+    Baseline,
+    CorrectnessEntry,
+    KernelsEntry,
+    PairsEntry,
+    TimeEntry,
+)
+from megabench.gate.environment import Mismatch, applying, clock_policy, mismatches
+from megabench.gate.evidence import explain_pairs, explain_times
+from megabench.gate.observe import WHOLE, Key, Observed, PairKey, TimeKey, observe
+from megabench.gate.policy import Policy
+from megabench.gate.pool import Pairs, Times
+from megabench.gate.processes import cut_short, header_of
+from megabench.gate.verdicts import (
+    LOOKS_SLOWER,
+    ORDER,
+    Decision,
+    exit_code,
+    judge_kernels,
+    judge_pairs,
+    judge_stages,
+    judge_time,
+)
+from megabench.results import Run
+from megabench.results.names import STEP
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the gate says of one op and column of a case on a backend, and on what grounds."""
+
+    case_id: str
+    backend: str
+    op: str
+    """An op's name, or "all" for what concerns the whole case."""
+    column: str
+    """A timing column, "correctness", "kernels", or "all"."""
+    decision: Decision
+    gated: bool = True
+    """Whether it counts for the exit code."""
+    base: str = ""
+    run: str = ""
+    """The two sides in short, for a table."""
+    evidence: tuple[str, ...] = ()
+    seconds: float = 0.0
+    """The run's median time, for exports that carry one."""
+
+
+@dataclass(frozen=True)
+class GateResult:
+    """Every finding of a run, worst first."""
+
+    findings: list[Finding]
+    environment: list[Mismatch]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 good, 1 slower or broken, 3 cannot decide."""
+        return exit_code(f.decision.verdict for f in self.findings if f.gated)
+
+    def counts(self) -> dict[str, int]:
+        """Findings by verdict, worst first."""
+        seen = Counter(f.decision.verdict for f in self.findings)
+        return {verdict: seen[verdict] for verdict in ORDER if seen[verdict]}
+
+    def looks_slower(self) -> list[Key]:
+        """(case id, backend) of the times to run again before saying that they are slower."""
+        slow = (
+            (f.case_id, f.backend)
+            for f in self.findings
+            if f.gated and f.decision.code in LOOKS_SLOWER
+        )
+        return list(dict.fromkeys(slow))
+
+
+@dataclass
+class _Recorded:
+    """A case of the baseline, its entries by what they tell of."""
+
+    case_hash: str
+    times: dict[TimeKey, Times] = field(default_factory=dict)
+    pairs: dict[PairKey, Pairs] = field(default_factory=dict)
+    kernels: int | None = None
+    stages: dict[str, float] | None = None
+
+
+def compare(
+    baseline: Baseline, runs: list[Run], policy: Policy, rerun: list[Run] | None = None
+) -> GateResult:
+    """Judge a run's processes, and those of its re-run where there are any, by a baseline."""
+    found = mismatches(
+        baseline.header.environment,
+        header_of(runs).environment,
+        policy.environment.ignore,
+        (baseline.header.clocks, clock_policy(runs)),
+    )
+    seen, again, recorded = observe(runs), observe(rerun or []), _recorded(baseline)
+    findings: list[Finding] = []
+    for key in sorted(recorded.keys() | seen.keys()):
+        comparison = _Case(key, recorded.get(key), seen.get(key), again.get(key), policy, found)
+        findings += comparison.findings()
+    findings += _environment(found, policy) + _cut_short([*runs, *(rerun or [])])
+    if policy.missing == "ignore":
+        findings = [f for f in findings if f.decision.verdict != "MISSING"]
+    findings.sort(key=lambda f: (ORDER.index(f.decision.verdict), not f.gated))
+    timed = [(f.case_id, f.op, f.backend, f.column) for f in findings]
+    return GateResult(findings, found, policy.idle_rules(timed))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One case on one backend, as recorded and as seen."""
+
+    key: Key
+    base: _Recorded | None
+    run: Observed | None
+    rerun: Observed | None
+    policy: Policy
+    environment: list[Mismatch]
+
+    def findings(self) -> Iterator[Finding]:
+        fault = None if self.run is None else self.run.fault()
+        if fault is None and self.rerun is not None:
+            fault = self.rerun.fault()
+        if fault is not None:
+            yield self._whole(Decision("BROKEN", *fault), CORRECTNESS)
+        elif self.run is None:
+            yield self._whole(Decision("MISSING", "missing", "the run does not have this case"))
+        elif (reason := self.run.skipped()) is not None:
+            if self.base is not None:
+                yield self._whole(Decision("MISSING", "skipped", f"skipped: {reason}"))
+        elif self.base is None:
+            yield self._whole(Decision("NEW", "new", "the baseline does not have this case"))
+        elif self.base.case_hash != self.run.case_hash:
+            message = f"hash {self.base.case_hash} -> {self.run.case_hash}: not the same case"
+            yield self._whole(Decision("INVALID", "case-changed", message))
+        else:
+            yield from self._correctness(self.base, self.run)
+            yield from self._kernels(self.base, self.run)
+            for key in dict.fromkeys([*self.base.times, *self.run.time_keys()]):
+                yield from self._time(self.base, self.run, key)
+
+    def _correctness(self, base: _Recorded, run: Observed) -> Iterator[Finding]:
+        if base.stages is not None:
+            decision = judge_stages(base.stages, run.stages(), self.policy.correctness)
+            yield self._whole(decision, CORRECTNESS)
+
+    def _kernels(self, base: _Recorded, run: Observed) -> Iterator[Finding]:
+        if base.kernels is None:
+            return
+        counts = run.kernels()
+        decision = Decision("MISSING", "missing", "the run did not count the step's kernels")
+        if counts:
+            decision = judge_kernels(base.kernels, counts, self.policy.kernels)
+        now = "/".join(str(n) for n in sorted(counts))
+        yield Finding(*self.key, STEP, KERNELS, decision, base=str(base.kernels), run=now)
+
+    def _time(self, base: _Recorded, run: Observed, key: TimeKey) -> Iterator[Finding]:
+        op, column = key
+        if column not in self.policy.columns or applying(self.environment, column):
+            return
+        case_id, backend = self.key
+        rule = self.policy.rule(case=case_id, op=op, backend=backend, column=column)
+        old, new = base.times.get(key), run.times(op, column)
+        again = self.rerun.times(op, column) if self.rerun else None
+        if again is not None and not again.processes:
+            again = None
+        evidence = explain_times(old, new, again, rule)
+        if old is None:
+            decision = Decision("NEW", "new", "the baseline does not have this time")
+        elif not new.processes and not run.problems(op, column):
+            decision = Decision("MISSING", "missing", "the run did not time this")
+        else:
+            decision = judge_time(old, new, rule, self.policy.processes, again)
+            if decision.code == "few-processes":
+                decision, more = self._without_processes(base, run, key, decision)
+                evidence += more
+        yield Finding(
+            *self.key,
+            op,
+            column,
+            decision,
+            gated=rule.gated,
+            base=f"{old.median_us:.3f}" if old else "",
+            run=f"{new.median_us:.3f}" if new.processes else "",
+            evidence=tuple(evidence),
+            seconds=new.median_us * 1e-6 if new.processes else 0.0,
+        )
+
+    def _without_processes(
+        self, base: _Recorded, run: Observed, key: TimeKey, decision: Decision
+    ) -> tuple[Decision, list[str]]:
+        """What can be said with too few processes: pairs, else why samples were lost, else that."""
+        op, column = key
+        seen = run.pairs()
+        for pair_key, old in base.pairs.items():
+            new = seen.get(pair_key)
+            enough = new and min(old.pairs, new.pairs) >= self.policy.pairs
+            if pair_key[:2] == key and new and enough and key in base.times:
+                case_id, backend = self.key
+                rule = self.policy.rule(case=case_id, op=op, backend=backend, column=column)
+                judged = judge_pairs(old, new, base.times[key].median_us, rule)
+                return judged, explain_pairs(pair_key[2], old, new)
+        problems = run.problems(op, column)
+        if problems:
+            count = f"{len(problems)} of {len(run.rows)} processes do not stand"
+            return Decision("INVALID", "invalid", f"{count}: {problems[0].problem}"), []
+        return decision, []
+
+    def _whole(self, decision: Decision, column: str = WHOLE) -> Finding:
+        return Finding(*self.key, WHOLE, column, decision)
+
+
+def _environment(found: list[Mismatch], policy: Policy) -> list[Finding]:
+    """One INVALID finding when any gated column cannot be compared."""
+    lost = [column for column in policy.columns if applying(found, column)]
+    if not lost:
+        return []
+    fields = "; ".join(str(m) for m in found)
+    message = f"{fields}; {', '.join(lost)} times were not compared"
+    evidence = tuple(f"{m.field}: baseline {m.base}, run {m.run}" for m in found)
+    decision = Decision("INVALID", "environment", message)
+    return [Finding("*", "*", WHOLE, "environment", decision, evidence=evidence)]
+
+
+def _cut_short(runs: list[Run]) -> list[Finding]:
+    """One INVALID finding when a process did not end: its rows are not all there."""
+    cut = cut_short(runs)
+    if not cut:
+        return []
+    message = f"{len(cut)} of {len(runs)} processes crashed or were interrupted"
+    evidence = tuple(str(run.path) for run in cut)
+    decision = Decision("INVALID", "cut-short", message)
+    return [Finding("*", "*", WHOLE, WHOLE, decision, evidence=evidence)]
+
+
+def _recorded(baseline: Baseline) -> dict[Key, _Recorded]:
+    found: dict[Key, _Recorded] = {}
+    for entry in baseline.entries:
+        key = (entry.case_id, entry.backend)
+        case = found.setdefault(key, _Recorded(entry.case_hash))
+        match entry:
+            case TimeEntry():
+                times = Times(tuple(entry.medians_us), tuple(entry.clocks_mhz))
+                case.times[entry.op, entry.column] = times
+            case PairsEntry():
+                pairs = Pairs(entry.ratio, entry.low, entry.high, entry.pairs)
+                case.pairs[entry.op, entry.column, entry.reference] = pairs
+            case KernelsEntry():
+                case.kernels = entry.count
+            case CorrectnessEntry():
+                case.stages = entry.stages
+    return found

@@ -1,0 +1,82 @@
+"""A run of several processes: the run folders they left, side by side in one folder.
+
+    reports/20261130T141500Z-bench-x5/
+      20261130T141500Z-bench/results.jsonl      one folder a process
+      20261130T141621Z-bench/results.jsonl
+      rerun/20261130T142500Z-bench/…            what looked slower, once more
+
+A plain run folder is a run of one process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megabench.gate.environment import mismatches
+from megabench.results import Run, RunHeader, read_run
+from megabench.results.store import RESULTS
+
+RERUN = "rerun"
+INTERRUPTED = 130
+
+
+class GateError(ValueError):
+    """Something the gate cannot work with; the message is one line for a person."""
+
+
+def read_processes(path: Path) -> list[Run]:
+    """The processes of a run, in the order they ran.
+
+    GateError when there is none, or when they are not of one run. One that was cut short counts
+    with the rows it has: see `cut_short`.
+    """
+    if path.is_file() or (path / RESULTS).is_file():
+        runs = [read_run(path)]
+    else:
+        runs = [read_run(file.parent) for file in sorted(path.glob(f"*/{RESULTS}"))]
+    if not runs:
+        raise GateError(f"{path}: holds no run")
+    for run in runs:
+        _check_together(runs[0], run)
+    return runs
+
+
+def read_rerun(path: Path) -> list[Run]:
+    """The processes of a run's re-run, none when there was none."""
+    folder = path / RERUN
+    return read_processes(folder) if any(folder.glob(f"*/{RESULTS}")) else []
+
+
+def cut_short(runs: list[Run]) -> list[Run]:
+    """The processes that crashed or were interrupted before their last case."""
+    return [r for r in runs if r.end is None or r.end.exit_code == INTERRUPTED]
+
+
+def suite_of(runs: list[Run]) -> str:
+    """The name of the suite whose cases a run has; GateError for none or several."""
+    suites = sorted({case.suite for run in runs for case in run.cases})
+    if len(suites) != 1:
+        found = " and ".join(suites) or "no case"
+        raise GateError(f"{runs[0].path}: holds {found}; the gate compares one suite")
+    return suites[0]
+
+
+def header_of(runs: list[Run]) -> RunHeader:
+    """The header of a run's first process; GateError where there is none."""
+    header = runs[0].header
+    if header is None:
+        raise GateError(f"{runs[0].path}: has no header row")
+    return header
+
+
+def _check_together(first: Run, other: Run) -> None:
+    """Processes of one run differ in nothing but chance."""
+    ours, theirs = header_of([first]), header_of([other])
+    found = [
+        f"{name} {getattr(theirs, name)}, not {getattr(ours, name)}"
+        for name in ("command", "git_commit", "seed")
+        if getattr(ours, name) != getattr(theirs, name)
+    ]
+    found += [str(m) for m in mismatches(ours.environment, theirs.environment, [])]
+    if found:
+        raise GateError(f"{other.path}: not a process of the run of {first.path}: {found[0]}")

@@ -1,0 +1,73 @@
+"""The gate's result for a person: a table of what is not the same, counts, and the evidence."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megabench.gate.compare import Finding, GateResult
+from megabench.gate.verdicts import Verdict
+
+_STYLE: dict[Verdict, str] = {
+    "BROKEN": "bold red",
+    "SLOWER": "red",
+    "INVALID": "magenta",
+    "MISSING": "yellow",
+    "AMBIGUOUS": "yellow",
+    "NEW": "cyan",
+    "FASTER": "green",
+    "SAME": "dim",
+}
+_EXIT = {0: "good", 1: "slower or broken", 3: "cannot decide"}
+WIDE = 200
+"""Columns when stdout is no terminal: a log keeps whole lines."""
+
+
+def show(result: GateResult, *, explain: bool = False, err: bool = False) -> None:
+    """Print a result, to stderr with `err`. `explain` adds every finding's evidence."""
+    out = Console(stderr=err)
+    if not out.is_terminal:
+        out = Console(stderr=err, width=WIDE)
+    listed = [f for f in result.findings if f.decision.verdict != "SAME"]
+    if listed:
+        out.print(_table(listed))
+    if explain:
+        for finding in result.findings:
+            _explain(out, finding)
+    for note in result.notes:
+        out.print(f"note: {note}", markup=False, highlight=False)
+    counts = ", ".join(f"{count} {verdict}" for verdict, count in result.counts().items())
+    code = result.exit_code
+    summary = f"{counts or 'nothing to compare'}: {_EXIT[code]} (exit {code})"
+    out.print(summary, markup=False, highlight=False)
+
+
+def _table(findings: list[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("verdict", no_wrap=True)
+    for name in ("case", "backend", "op", "column"):
+        table.add_column(name, overflow="fold")
+    for name in ("baseline", "now"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("code", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for f in findings:
+        style = _STYLE[f.decision.verdict]
+        verdict = f.decision.verdict if f.gated else f"({f.decision.verdict})"
+        cells = (f.case_id, f.backend, f.op, f.column, f.base, f.run)
+        why = (f.decision.code, f.decision.message)
+        table.add_row(f"[{style}]{verdict}[/]", *(escape(text) for text in (*cells, *why)))
+    return table
+
+
+def _explain(out: Console, finding: Finding) -> None:
+    decision = finding.decision
+    head = f"{decision.verdict}  {finding.case_id}  {finding.backend}  {finding.op}  "
+    lines = [
+        f"\n{head}{finding.column}",
+        f"  {decision.code}: {decision.message}",
+        *(f"  {line}" for line in finding.evidence),
+    ]
+    for line in lines:
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
