@@ -62,7 +62,7 @@ class Policy:
 
 
 CUDA_POLICY = Policy(min_samples=30)
-CPU_POLICY = Policy(timeout=0.35)
+CPU_POLICY = Policy(timeout=0.25)
 
 
 @dataclass

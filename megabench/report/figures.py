@@ -33,6 +33,8 @@ PUBLISHED_FILE = "published.json"
 MAX_SERIES = 8
 MAX_BARS = 30
 ATTENTION = "decode_attention"
+OP_COLOURS = colours([op for op in OP_ORDER if op not in (*PARTS, STEP)]) | {STEP: INK}
+"""One colour an op, the same in every figure."""
 _SERIES = ["backend", "compress_ratio", "kv_cache", "tp", "kind"]
 
 
@@ -233,7 +235,6 @@ def roofline(measurements: pd.DataFrame, ceilings: Ceilings | None) -> Figured |
         axis = figure.subplots()
         _roofs(axis, ceilings, span)
         ops = [op for op in OP_ORDER if (data["op"] == op).any()]
-        palette = colours(ops)
         backends = list(data["backend"].unique())
         for i, backend in enumerate(backends):
             for op in ops:
@@ -241,7 +242,7 @@ def roofline(measurements: pd.DataFrame, ceilings: Ceilings | None) -> Figured |
                 axis.scatter(
                     intensity[part],
                     data.loc[part, "flops_per_s"],
-                    color=palette[op],
+                    color=OP_COLOURS[op],
                     marker=MARKERS[i % len(MARKERS)],
                     s=28,
                     alpha=0.85,
@@ -294,14 +295,13 @@ def breakdown(measurements: pd.DataFrame) -> Figured | None:
         return None
     shown = keys[:MAX_BARS]
     ops = [op for op in OP_ORDER if (parts["op"] == op).any()]
-    palette = colours(ops)
     with styled("breakdown"):
         figure = Figure(figsize=(9.2, 1.4 + 0.3 * len(shown)), layout="constrained")
         axis = figure.subplots()
         for y, key in enumerate(shown):
             times = parts[_of(parts, key)].set_index("op")["median_us"]
             step = float(steps[_of(steps, key)]["median_us"].iloc[0])
-            _bar(axis, y, times, palette)
+            _bar(axis, y, times)
             axis.text(
                 1.01,
                 y,
@@ -318,7 +318,7 @@ def breakdown(measurements: pd.DataFrame) -> Figured | None:
         axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:.0%}"))
         axis.grid(False)
         axis.tick_params(length=0)
-        handles = [Patch(color=palette[op]) for op in ops]
+        handles = [Patch(color=OP_COLOURS[op]) for op in ops]
         figure.legend(handles, ops, loc="outside upper center", ncols=min(len(ops), 4))
         svg = to_svg(figure, "breakdown")
     cut = f" The first {MAX_BARS} of {len(keys)} cases." if len(keys) > MAX_BARS else ""
@@ -331,9 +331,9 @@ def _of(data: pd.DataFrame, key: tuple[Any, ...]) -> Any:
     return (data["case_id"] == key[0]) & (data["backend"] == key[1])
 
 
-def _bar(axis: Axes, y: int, times: pd.Series[float], palette: dict[str, str]) -> None:
+def _bar(axis: Axes, y: int, times: pd.Series[float]) -> None:
     left, total = 0.0, float(times.sum())
-    for op, colour in palette.items():
+    for op, colour in OP_COLOURS.items():
         if op in times.index:
             share = float(times[op]) / total
             axis.barh(y, share, left=left, color=colour, height=0.72, edgecolor=GRID, linewidth=0.3)
