@@ -1,5 +1,6 @@
-// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores, and
-// brings the records into L2. Run by the score warps, which would wait for the next tile otherwise.
+// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores. Run by
+// the score warps, which would wait for the next tile otherwise. The output warps, idle longest,
+// bring the records into L2 (their prefetches take long to issue).
 #pragma once
 
 #include "layout.cuh"
@@ -67,39 +68,41 @@ struct Cursor {
     fetched++;
   }
 
-  // Turns the slot ids of the oldest fetched block into offsets, in place; returns this lane's row.
-  DEVICE const u8* publish() {
-    __syncwarp();
-    const u32 at = offset_at(published), index = load_shared(at);
-    const int extra = load_shared(meta_at(published)) & kMetaExtra;
-    const u32 units = (kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16;
-    u32 offset = kNoRow;
-    if (index < p.slots[extra]) {
-      const u32 page = (u64)index * p.page_magic[extra] >> p.page_shift[extra];
-      offset = page * p.page_stride[extra] + (index - page * p.page[extra]) * units;
+  // Turns the slot ids of the oldest fetched block, which must have arrived, into offsets in place.
+  DEVICE void publish() {
+    const u32 at = offset_at(published);
+    if (half == 0) {
+      const u32 index = load_shared(at);
+      const int extra = load_shared(meta_at(published)) & kMetaExtra;
+      const u32 units = (kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16;
+      u32 offset = kNoRow;
+      if (index < p.slots[extra]) {
+        const u32 page = (u64)index * p.page_magic[extra] >> p.page_shift[extra];
+        offset = page * p.page_stride[extra] + (index - page * p.page[extra]) * units;
+      }
+      store_shared(at, offset);
     }
-    __syncwarp();
-    if (half == 0) store_shared(at, offset);
     published++;
-    return offset == kNoRow ? nullptr : p.pool[extra] + (u64)offset * 16;
-  }
-
-  // Brings a row that `publish` returned into L2. An NVFP4 record ends in the third pair of lines.
-  DEVICE void prefetch(const u8* record) const {
-    if (!record) return;
-    const u8* line = record + 64 * half;
-    const bool narrow = kExtraFp4 && load_shared(meta_at(published - 1)) & kMetaExtra;
-    prefetch_l2(line);
-    prefetch_l2(line + 128);
-    if (!narrow || half == 0) prefetch_l2(line + 256);
-    if (!narrow) prefetch_l2(line + 384);
-    if (!narrow && half == 0) prefetch_l2(line + 512);
   }
 
   // One block further.
   DEVICE void advance() {
     copy_wait<0>();
-    prefetch(publish());
+    publish();
     fetch();
   }
 };
+
+// Brings the rows of a published block into L2: warp 0..7 of the output warps has eight of them, four
+// lanes a row, a line (64 bytes) at a time.
+DEVICE void prefetch_rows(const Params& p, u32 smem, u32 block, int warp, Lane me) {
+  const u32 slot = block % kSlots;
+  const u32 offset = load_shared(smem + kSmemOffsets + (slot * kBlock + 8 * warp + me.row) * 4);
+  const int extra = load_shared(smem + kSmemMeta + slot * 4) & kMetaExtra;
+  const bool narrow = kExtraFp4 && extra;
+  if (offset == kNoRow) return;
+  const u8* line = p.pool[extra] + (u64)offset * 16 + 64 * me.col;
+  prefetch_l2(line);
+  if (!narrow || me.col == 0) prefetch_l2(line + 256);
+  if (!narrow && me.col == 0) prefetch_l2(line + 512);
+}

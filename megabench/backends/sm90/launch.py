@@ -17,7 +17,8 @@ SHARED_BYTES = 232_448
 """Dynamic shared memory of a CTA: all that an SM gives one; layout.cuh asserts that it fits."""
 HEAD_TILE = 64
 BLOCK_ROWS = 64
-CLUSTER_SIZES = (8, 4, 2)
+CLUSTER_SIZES = (8, 6, 5, 4, 3, 2)
+"""CTAs that may share an item. Seven would not fit their partial outputs in shared memory."""
 _LOG2E = 1.4426950408889634
 _Pair32, _PairPtr = ctypes.c_uint32 * 2, ctypes.c_void_p * 2
 
@@ -99,11 +100,10 @@ class DecodeKernel:
         )
 
     def split_for(self, items: int, blocks: int) -> int:
-        """CTAs per item: the largest cluster with a block for each CTA and room for every item."""
-        for size in CLUSTER_SIZES:
-            if size <= blocks and items <= self._clusters[size]:
-                return size
-        return 1
+        """CTAs per item, of the sizes with room for every item: the one with the fewest blocks per
+        CTA; among equals the largest."""
+        fitting = [n for n in CLUSTER_SIZES if n <= blocks and items <= self._clusters[n]]
+        return min(fitting, key=lambda n: -(-blocks // n), default=1)
 
     def launch(self, params: Params, split: int) -> None:
         """Run on torch's current stream."""

@@ -17,7 +17,7 @@ constexpr int kWvGroup = 8;       // heads of one wo_a group
 constexpr int kRopeDims = 64;     // the last dims of a row
 constexpr int kStep = 16;         // KV rows of one wgmma of P V; a tile is freed step by step
 constexpr int kSteps = kBlock / kStep;
-constexpr int kLookahead = 5;     // blocks from a record's L2 prefetch to its scores
+constexpr int kLookahead = 5;     // blocks from an offset to its scores
 constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
 
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
@@ -90,7 +90,7 @@ constexpr u32 kMetaLast = 2;      // last block of its item
 // NVFP4 rows are held times 2^-9, so that code * scale stays inside bf16's exponents.
 constexpr float kFp4Shift = 9.f, kFp4Up = 512.f, kFp4Down = 1.f / 512.f;
 
-enum NamedBarrier { kBarStart = 1, kBarLookahead = 2, kBarScores = 3 };
+enum NamedBarrier { kBarStart = 1, kBarLookahead = 2, kBarScores = 3, kBarPrefetch = 4 };
 
 // Where a thread stands in its role. Made inside a role, so that no register outlives it.
 struct Lane {

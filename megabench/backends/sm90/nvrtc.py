@@ -76,7 +76,7 @@ def _compile(entry: str, files: dict[str, bytes], options: tuple[str, ...]) -> b
         log = b" " * check(nvrtc.nvrtcGetProgramLogSize(program), "reading the compiler's log")
         nvrtc.nvrtcGetProgramLog(program, log)
         raise KernelBuildError(f"sm90: {entry} does not compile:\n{log.decode(errors='replace')}")
-    cubin = b" " * check(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin's size")
+    cubin: bytes = b" " * check(nvrtc.nvrtcGetCUBINSize(program), "reading the cubin's size")
     check(nvrtc.nvrtcGetCUBIN(program, cubin), "reading the cubin")
     nvrtc.nvrtcDestroyProgram(program)
     return cubin

@@ -191,16 +191,22 @@ struct Output {
     *scale_out(item, 2 * me.warp + r, half * 8 + j, me.row >> 2) = transpose_bytes(bytes, me.row);
   }
 
-  // Every CTA of the cluster owns 8 / split groups: it gets their partial outputs from all ranks in
-  // its own KV tiles ([group][chunk][rank] fragments of 1 KB), adds and finishes them.
+  // First group that a rank owns; group g belongs to rank g * split / 8.
+  DEVICE int first_group(int rank) const {
+    return (kHeads / kWvGroup * rank + p.split - 1) / p.split;
+  }
+
+  // Every CTA of the cluster owns some groups: it gets their partial outputs from all ranks in place
+  // of its Q and KV tiles ([group][chunk][rank] fragments of 1 KB), adds and finishes them.
   DEVICE void reduce_over_cluster(int item, int rank) {
-    const int split = p.split, owned = kHeads / kWvGroup / split;
+    const int split = p.split, group0 = first_group(rank), owned = first_group(rank + 1) - group0;
     cluster_sync();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const int group = 2 * me.warp + r;
-      const u32 base = smem + kSmemKV + ((group % owned) * kOutChunks * split + rank) * 1024;
-      const u32 remote = map_to_rank(base, group / owned) + me.lane * 16;
+      const int owner = group * split / (kHeads / kWvGroup);
+      const u32 place = (group - first_group(owner)) * kOutChunks * split + rank;
+      const u32 remote = map_to_rank(smem + kSmemQ + place * 1024, owner) + me.lane * 16;
 #pragma unroll
       for (int j = 0; j < 8; j++) {
         const Chunk c = fragment(j, r);
@@ -215,14 +221,15 @@ struct Output {
     const int head0 = first_head(p, item), pitch = split * 256;  // floats from chunk to chunk
 #pragma unroll 1
     for (int k = 4 * half + me.warp; k < owned * kOutChunks; k += kOutChunks) {  // and k + 8
-      const int group = rank * owned + k / kOutChunks, chunk = k % kOutChunks;
+      const int group = group0 + k / kOutChunks, chunk = k % kOutChunks;
       const int head = group * kWvGroup + me.row;
       const float2* mine = parts + head;
+      const float sink = p.sink ? p.sink[head0 + head] : -kInfinity;
       float reference = kNoReference, sum = 0.f;
 #pragma unroll 2
       for (int s = 0; s < split; s++) reference = fmaxf(reference, mine[s * kHeads].x);
       Chunk c[2] = {};
-      const float* part = (const float*)(mem + kSmemKV) + k * pitch + me.lane * 4;
+      const float* part = (const float*)(mem + kSmemQ) + k * pitch + me.lane * 4;
 #pragma unroll 2
       for (int s = 0; s < split; s++, part += 256) {
         const float2 t = mine[s * kHeads];
@@ -239,7 +246,6 @@ struct Output {
         }
       }
       if (chunk >= 6) rotate_back(c[1], cos_sin, chunk - 6, me.col);
-      const float sink = p.sink ? p.sink[head0 + head] : -kInfinity;
       const float inverse = inverse_sum(reference, sum, sink);
       u8* const to = chunk_out(item, group, chunk) + code_offset(me);
       u32 byte[2];
@@ -262,6 +268,9 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   Output out(p, mem, me, half);
   const u32 smem = out.smem;
   u32 block = 0, turn = 0;
+  bar_sync(kBarPrefetch, 3 * kRoleThreads);
+#pragma unroll 1
+  for (int b = 0; b < kLookahead; b++) prefetch_rows(p, smem, b, 4 * half + warp, me);
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     if (half == 0 && me.warp == 0 && me.lane == 0 && item + item_step < p.items)
@@ -276,6 +285,9 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
       last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
       out.accumulate(block, first);
       first = false;
+      // Offsets of block + kLookahead are published while these probabilities are multiplied; those
+      // of the block before are there.
+      if (block > 0) prefetch_rows(p, smem, block + kLookahead - 1, 4 * half + warp, me);
       block++;
     } while (!last);
     if (p.split == 1) {

@@ -245,15 +245,14 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
 #pragma unroll 1
   for (int b = 0; b < kLookahead; b++) cursor.fetch();
   copy_wait<0>();
-  const u8* row0 = cursor.publish();
-  const u8* row1 = cursor.publish();
+  cursor.publish();
+  cursor.publish();
   bar_arrive(kBarStart, 2 * kRoleThreads);  // enough for the first tile
-  cursor.prefetch(row0);
-  if (leader) s.copy_q(first_item, position, 0);
-  cursor.prefetch(row1);
 #pragma unroll 1
-  for (int b = 2; b < kLookahead; b++) cursor.prefetch(cursor.publish());
+  for (int b = 2; b < kLookahead; b++) cursor.publish();
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
+  bar_arrive(kBarPrefetch, 3 * kRoleThreads);
+  if (leader) s.copy_q(first_item, position, 0);
   cursor.fetch();
 
   u32 block = 0, turn = 0;

@@ -1,0 +1,145 @@
+"""The sm90 backend: where it says it runs, and which calls it leaves to the inherited op."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from megabench.backends.sm90 import backend as module
+from megabench.backends.sm90 import nvrtc
+from megabench.backends.sm90.backend import Sm90Backend
+from megabench.backends.triton.backend import TritonBackend
+from megabench.formats import FP8, NVFP4, V4_FP8
+from megabench.geometry import Geometry
+
+TOKENS, HEADS = 3, 64
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    """Arguments of a decode call that the kernel serves."""
+    arguments: dict[str, Any] = {
+        "q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16),
+        "kv": torch.zeros(4, 32, 1, FP8.nbytes, dtype=torch.uint8),
+        "indices": torch.zeros(TOKENS, 128, dtype=torch.int32),
+        "sm_scale": 512**-0.5,
+        "d_v": 512,
+        "attn_sink": torch.zeros(HEADS),
+        "topk_length": torch.ones(TOKENS, dtype=torch.int32),
+        "extra_kv": torch.zeros(2, 64, 1, NVFP4.nbytes, dtype=torch.uint8),
+        "extra_indices": torch.zeros(TOKENS, 512, dtype=torch.int32),
+        "extra_topk_length": None,
+        "enable_q_norm": False,
+        "rms_norm_eps": 1e-6,
+        "token_positions": torch.zeros(TOKENS, dtype=torch.int32),
+        "is_rope_neox_style": False,
+        "rope_dim": 64,
+        "cos_sin_cache": torch.zeros(16, 64),
+        "n_wv_group": HEADS // 8,
+        "num_per_channels": 32,
+        "use_tma_aligned_col_major_sf": True,
+        "round_sf": True,
+        "use_packed_ue8m0": True,
+    }
+    return arguments | changes
+
+
+class FakeKernel:
+    """Records the parameter block instead of launching."""
+
+    def __init__(self) -> None:
+        self.params: Any = None
+
+    def split_for(self, items: int, blocks: int) -> int:
+        return 1
+
+    def launch(self, params: Any, split: int) -> None:
+        self.params = params
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
+    kernel = FakeKernel()
+    monkeypatch.setattr(module, "decode_kernel", lambda index, fp4: kernel)
+    monkeypatch.setattr(
+        TritonBackend,
+        "fused_norm_rope_attn_rope_cast_decode",
+        lambda self, *arguments: ["inherited", *arguments],
+    )
+    return kernel
+
+
+def test_a_served_call_reaches_the_kernel_with_its_strides(launched: FakeKernel) -> None:
+    out = Sm90Backend().fused_norm_rope_attn_rope_cast_decode(**call())
+    assert [tuple(t.shape) for t in out] == [(TOKENS, 8, 4096), (TOKENS, 8, 32), (TOKENS, HEADS)]
+    params = launched.params
+    assert (params.items, params.head_tiles) == (TOKENS, 1)
+    assert list(params.page) == [32, 64]
+    assert list(params.page_stride) == [32 * 33, 64 * 18]
+    assert list(params.slots) == [128, 128]
+    assert (params.scale_word, params.scale_group) == (4, 128)
+    assert params.lengths[1] is None
+
+
+def test_each_head_tile_of_128_heads_is_an_item(launched: FakeKernel) -> None:
+    wide = call(
+        q=torch.zeros(TOKENS, 128, 512, dtype=torch.bfloat16),
+        attn_sink=None,
+        n_wv_group=16,
+    )
+    Sm90Backend().fused_norm_rope_attn_rope_cast_decode(**wide)
+    assert (launched.params.items, launched.params.head_tiles) == (2 * TOKENS, 2)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"enable_q_norm": True},
+        {"sm_scale": -1.0},
+        {"kv": torch.zeros(0, 32, 1, FP8.nbytes, dtype=torch.uint8)},
+        {"indices": torch.zeros(TOKENS, 256, dtype=torch.int32)[:, ::2]},
+        {"topk_length": torch.ones(2 * TOKENS, dtype=torch.int32)[::2]},
+    ],
+    ids=["q norm", "negative scale", "empty pool", "strided indices", "strided lengths"],
+)
+def test_other_calls_go_to_the_inherited_op(launched: FakeKernel, changes: dict[str, Any]) -> None:
+    out = Sm90Backend().fused_norm_rope_attn_rope_cast_decode(**call(**changes))
+    assert out[0] == "inherited"
+    assert launched.params is None
+
+
+def test_page_split_and_few_live_heads_go_to_the_inherited_op(launched: FakeKernel) -> None:
+    split = Sm90Backend("page_split").fused_norm_rope_attn_rope_cast_decode(**call())
+    few = Sm90Backend().for_live_heads(16).fused_norm_rope_attn_rope_cast_decode(**call())
+    assert split[0] == few[0] == "inherited"
+    all_live = Sm90Backend().for_live_heads(64).fused_norm_rope_attn_rope_cast_decode(**call())
+    assert isinstance(all_live[0], torch.Tensor)
+
+
+def test_a_misuse_is_named_before_anything_runs(launched: FakeKernel) -> None:
+    with pytest.raises(ValueError, match="rope_dim"):
+        Sm90Backend().fused_norm_rope_attn_rope_cast_decode(**call(rope_dim=32))
+    assert launched.params is None
+
+
+def test_it_says_why_it_does_not_run_here() -> None:
+    geometry, cpu = Geometry.load(), torch.device("cpu")
+    assert Sm90Backend().supports(geometry, cpu, FP8).reason
+    assert V4_FP8.name in str(Sm90Backend().supports(geometry, cpu, V4_FP8).reason)
+
+
+def test_a_missing_compiler_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(nvrtc.KernelBuildError, match="cuda-bindings"):
+        nvrtc.bindings()
+
+
+def test_a_failed_call_names_its_status() -> None:
+    class Status(int):
+        name = "CUDA_ERROR_INVALID_VALUE"
+
+    with pytest.raises(nvrtc.KernelBuildError, match="launch failed with CUDA_ERROR_INVALID_VALUE"):
+        nvrtc.check((Status(1),), "launch")
+    assert nvrtc.check((Status(0), 7), "launch") == 7
