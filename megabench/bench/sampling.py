@@ -61,7 +61,7 @@ class Policy:
     """Blocks of slow ops are shorter, down to one sample, so that a time-out is kept."""
 
 
-CUDA_POLICY = Policy(min_samples=30)
+CUDA_POLICY = Policy(min_samples=30, max_samples=200)
 CPU_POLICY = Policy(timeout=0.25)
 
 

@@ -21,8 +21,8 @@ import torch
 
 Run = Callable[[], list[torch.Tensor]]
 
-SPIN_CYCLES = 60_000
-"""About 35 us: longer than the host needs for two events and a graph launch."""
+SPIN_CYCLES = 150_000
+"""About 80 us: longer than the host needs for two events and a graph launch, hiccups included."""
 OVERHEAD_PAIRS = 30
 WARM_UPS = 2
 

@@ -142,12 +142,13 @@ def _einsum(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
 
 
 def _pad_and_insert(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
-    q, slots = a["q"], a["slot_mapping"]
+    q, slots, padded = a["q"], a["slot_mapping"], a["padded_heads"]
     tokens, heads, _ = q.shape
+    moved_heads = heads + padded if heads < padded else 0  # without padding Q may be handed on
     rope, repeated = _rope_bytes(a["positions"])
     return Traffic(
         external=_nbytes(a["kv"], slots, a["positions"]) + rope,
-        internal=tokens * (heads + a["padded_heads"]) * HEAD_DIM * BF16,
+        internal=tokens * moved_heads * HEAD_DIM * BF16,
         repeated=repeated,
         rows=(_written(a["swa_cache"], slots),),
     )

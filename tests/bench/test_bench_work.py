@@ -149,6 +149,19 @@ def test_an_insert_counts_written_rows_only() -> None:
     assert got.bytes_issued == got.bytes_compulsory + 256
 
 
+def test_q_that_needs_no_padding_need_not_move() -> None:
+    cache, slots = torch.zeros(2, 32, 528, dtype=torch.uint8), torch.tensor([5])
+    kv, table = torch.zeros(1, 512, dtype=torch.bfloat16), torch.zeros(8, 64)
+
+    def padding(heads: int) -> int:
+        q = torch.zeros(1, heads, 512, dtype=torch.bfloat16)
+        call = OpCall("pad_q_and_insert_kv", (q, kv, cache, slots, slots, table, 64), {})
+        return work(call).bytes_compulsory
+
+    assert padding(64) == 528 + 1024 + 16 + 256
+    assert padding(32) == padding(64) + (32 + 64) * 1024
+
+
 def test_only_rows_that_close_are_compressed_inserts() -> None:
     latent = torch.zeros(4, 512, dtype=torch.bfloat16)
     positions = torch.arange(4)
