@@ -177,7 +177,8 @@ def _register(
         for library in reversed(libraries):
             library._destroy()
         raise
-    ownership.take(set(SCHEMAS), missing)
+    for backend in chosen.values():
+        ownership.claim(backend.name)
     return libraries
 
 

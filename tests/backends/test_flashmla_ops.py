@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -177,8 +179,11 @@ def test_a_backend_that_runs_nowhere_is_named_and_nothing_stays_behind() -> None
     assert not hasattr(OPS, PERMUTE_Q_B)
 
 
-def test_the_flashmla_backend_never_takes_our_kernels_for_the_vendors() -> None:
-    with vllm_ops(), megabench.register_flashmla_ops("torch"):
+@pytest.mark.parametrize("vendor", [vllm_ops, nullcontext])
+def test_the_flashmla_backend_never_takes_our_kernels_for_the_vendors(
+    vendor: Callable[[], AbstractContextManager[None]],
+) -> None:
+    with vendor(), megabench.register_flashmla_ops("torch"):
         backend = StandinBackend()
         assert backend.version is None
         with pytest.raises(RuntimeError, match="holds megabench's own kernels"):

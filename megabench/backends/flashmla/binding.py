@@ -135,12 +135,12 @@ def vllm_library() -> Path | None:
 
 
 def _from_vllm(page_layout: PageLayout) -> AttentionLibrary:
-    version = load_vllm_ops()
     if ownership.ours():
         raise LibraryUnfitError(
             f"torch.ops.{VLLM_NAMESPACE} holds megabench's own kernels (register_flashmla_ops); "
             "undo() the registration first"
         )
+    version = load_vllm_ops()
     if page_layout != "interleaved":
         raise LibraryUnfitError(f"vllm's {VLLM_NAMESPACE} reads interleaved pages only")
     ops = getattr(torch.ops, VLLM_NAMESPACE)

@@ -11,15 +11,9 @@ import torch
 from megabench.backends.flashmla.schemas import SCHEMAS
 
 NAMESPACE = "_flashmla_C"
+_VENDOR_OPS = (*SCHEMAS, "sparse_decode_fwd", "sparse_prefill_fwd", "dense_prefill_fwd")
 
-_our_kernels: set[str] = set()
-_our_definitions: set[str] = set()
-
-
-def vendor_defined() -> bool:
-    """Whether the vendor's library has defined any of its ops here."""
-    known = (*SCHEMAS, "sparse_decode_fwd", "sparse_prefill_fwd", "dense_prefill_fwd")
-    return any(name not in _our_definitions and defined(name) for name in known)
+_claims: set[str] = set()
 
 
 def defined(name: str) -> bool:
@@ -27,18 +21,21 @@ def defined(name: str) -> bool:
     return torch._C._dispatch_has_kernel(f"{NAMESPACE}::{name}")
 
 
+def vendor_defined() -> bool:
+    """Whether the vendor's library has defined any of its ops here; asked while none is ours."""
+    return any(defined(name) for name in _VENDOR_OPS)
+
+
 def ours() -> bool:
-    """Whether our kernels answer for any of the ops."""
-    return bool(_our_kernels)
+    """Whether our kernels answer for the ops."""
+    return bool(_claims)
 
 
-def take(kernels: set[str], definitions: set[str]) -> None:
-    """Note that our kernels answer for `kernels`, of which we also defined `definitions`."""
-    _our_kernels.update(kernels)
-    _our_definitions.update(definitions)
+def claim(backend: str) -> None:
+    """Note that a backend of ours answers for the ops."""
+    _claims.add(backend)
 
 
 def release() -> None:
     """Note that ours are gone."""
-    _our_kernels.clear()
-    _our_definitions.clear()
+    _claims.clear()
