@@ -341,8 +341,13 @@ def _bar(axis: Axes, y: int, times: pd.Series[float]) -> None:
 
 
 def _usable(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Rows that stand for an op and whose median is a number."""
+    """Rows that stand for an op and whose median is a number; `package.module:attribute` goes by
+    its attribute where that tells backends apart."""
     if measurements.empty:
         return measurements
     kept = measurements["primary"].astype(bool) & (measurements["median_us"] > 0)
-    return measurements[kept]
+    data = measurements[kept]
+    short = {name: name.split(":")[-1] for name in data["backend"].unique()}
+    if len(set(short.values())) < len(short):
+        return data
+    return data.assign(backend=data["backend"].map(short))

@@ -66,7 +66,8 @@ def summarise(run: Run) -> Summary:
     missing = max((planned or 0) - len(run.cases), 0)
     skipped = Counter(case.reason for case in run.cases if case.status == "skipped")
     fractions = _fractions(run)
-    tone, headline = _verdict(counts, missing)
+    checked = any(case.stages or case.status == "failed" for case in run.cases)
+    tone, headline = _verdict(counts, missing, checked)
     return Summary(
         tone=tone,
         headline=headline,
@@ -84,7 +85,8 @@ def summarise(run: Run) -> Summary:
     )
 
 
-def _verdict(counts: dict[str, int], missing: int) -> tuple[Tone, str]:
+def _verdict(counts: dict[str, int], missing: int, checked: bool) -> tuple[Tone, str]:
+    """`checked` is False where the run compared nothing with the golden model."""
     right = counts["passed"] + counts["measured"]
     judged = right + counts["failed"] + counts["error"]
     wrong = judged - right
@@ -94,6 +96,8 @@ def _verdict(counts: dict[str, int], missing: int) -> tuple[Tone, str]:
         return "bad", f"{wrong} of {judged} case{_s(judged)} wrong"
     if missing:
         return "warn", f"Cut short: {judged} case{_s(judged)} right, {missing} never ran"
+    if not checked:
+        return "warn", f"{judged} case{_s(judged)} measured, none checked"
     return "good", f"All {judged} case{_s(judged)} right" if judged > 1 else "The case is right"
 
 

@@ -125,6 +125,16 @@ def test_rows_that_never_ran_are_said() -> None:
     assert (summary.tone, summary.headline) == ("warn", "Cut short: 4 cases right, 5 never ran")
 
 
+def test_a_run_that_checked_nothing_does_not_say_right() -> None:
+    run = Run(Path("."), cases=[measured(1, "torch", 1.0)])
+    assert summarise(run).headline == "The case is right"
+    run.cases[0].stages = []
+    assert (summarise(run).tone, summarise(run).headline) == (
+        "warn",
+        "1 case measured, none checked",
+    )
+
+
 def test_a_stage_beside_the_verdict_never_is_the_worst_ratio() -> None:
     summary = summarise(Run(Path("."), cases=[measured(1, "torch", 1.0)]))
     assert summary.worst_ratio is not None
