@@ -281,12 +281,13 @@ def check(defines: tuple[str, ...]) -> bool:
     swa = torch.tensor([0, 1, 3, 63, 64, 65, 127, 128], dtype=torch.int32, device=DEVICE)
     extra = torch.tensor([0, 1, 63, 64, 511, 512], dtype=torch.int32, device=DEVICE)
     for record in (FP8, NVFP4):
-        grid = replace(
-            make_call(48, 7, record=record),
-            swa_lengths=swa.repeat_interleave(6).contiguous(),
-            extra_lengths=extra.repeat(8),
-        )
-        good &= compare(f"length grid {record.name}", grid, defines)
+        for tokens in (48, 480):  # over clusters, and several items a block
+            grid = replace(
+                make_call(tokens, 7, record=record),
+                swa_lengths=swa.repeat_interleave(6).repeat(tokens // 48),
+                extra_lengths=extra.repeat(tokens // 6),
+            )
+            good &= compare(f"length grid {tokens} {record.name}", grid, defines)
         big = make_call(150, 8, record=record)
         assert big.extra_indices is not None
         big.swa_indices[:, :70] = -1  # a whole masked block first
@@ -347,7 +348,8 @@ def time_all(defines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
             launch, _ = launcher(call, defines)
             us = median_us(launch)
             print(
-                f"time {record.name:13s} s_q {s_q:5d} {us:8.2f} us {83.886e6 * s_q / us / 1e6:6.1f} TFLOP/s",
+                f"time {record.name:13s} s_q {s_q:5d} {us:8.2f} us "
+                f"{83.886 * s_q / us:6.1f} TFLOP/s",
                 flush=True,
             )
 
@@ -362,7 +364,8 @@ def main() -> None:
     start = time.time()
     kernels = [decode_kernel(0, fp4, defines) for fp4 in (False, True)]
     print(
-        f"{torch.cuda.get_device_name()} clusters {kernels[0]._clusters} built in {time.time() - start:.1f} s"
+        f"{torch.cuda.get_device_name()} clusters {kernels[0]._clusters} "
+        f"built in {time.time() - start:.1f} s"
     )
     if "check" in args.what:
         print("ALL OK" if check(defines) else "SOME FAILED", f"{time.time() - start:.1f} s")

@@ -64,7 +64,7 @@ struct Converter {
   // Turns staging to `block` and starts its scales: 16 bytes a row (lanes 0-15) or 32 (two lanes).
   DEVICE void stage_block(u32 block) {
     const u32 extra = meta_of(block) & kMetaExtra, to = scales + (block & 1) * kScaleBytes;
-    const u8* pool = p.pool[extra];
+    const u8* pool = pick(p.pool, extra);
     stage_fp4 = kExtraFp4 && extra;
     lane_base = pool + (stage_fp4 ? lane % 16 : lane) * 16;
     const int row = stage_fp4 ? lane / 2 : lane % 16, part = stage_fp4 ? lane % 2 * 16 : 0;

@@ -12,13 +12,14 @@ struct Cursor {
   int rank, step;
   int item, block, end; // next block of the current item; items past the last give masked blocks
   int rows0, rows1, first_extra;
-  int length0, length1; // raw lengths of the next item, loaded one item early
+  u32 next_lengths;     // where the next item's raw lengths are copied, one item early
   u32 fetched, published;
 
   DEVICE Cursor(const Params& params, u32 smem_base, Lane me, int first_item, int item_step, int r)
       : p(params), smem(smem_base), row(16 * me.warp + (me.lane >> 1)), half(me.lane & 1), rank(r),
-        step(item_step), item(first_item - item_step), block(0), end(0), fetched(0), published(0) {
-    load_lengths(first_item);
+        step(item_step), item(first_item - item_step), block(0), end(0),
+        next_lengths(smem_base + kSmemNextLengths + 8 * me.warp), fetched(0), published(0) {
+    copy_lengths(first_item);
   }
 
   DEVICE u32 offset_at(u32 slot) const {
@@ -26,20 +27,26 @@ struct Cursor {
   }
   DEVICE u32 meta_at(u32 slot) const { return smem + kSmemMeta + (slot % kSlots) * 4; }
 
-  DEVICE void load_lengths(int of_item) {
-    const bool live = of_item < p.items;
-    const int token = token_of(p, of_item);
-    length0 = live ? p.topk[0] : 0;
-    length1 = live ? p.topk[1] : 0;
-    if (live && p.lengths[0]) length0 = load_index(p.lengths[0] + token);
-    if (live && p.lengths[1]) length1 = load_index(p.lengths[1] + token);
+  // Lanes 0 and 1 of every warp copy one length each.
+  DEVICE void copy_lengths(int of_item) {
+    const int* lengths = pick(p.lengths, half);
+    if (row % 16 == 0) {
+      if (of_item < p.items && lengths)
+        copy4(next_lengths + 4 * half, lengths + token_of(p, of_item));
+      else
+        store_shared(next_lengths + 4 * half, of_item < p.items ? pick(p.topk, half) : 0);
+    }
+    copy_commit();
   }
 
   DEVICE void next_item() {
     item += step;
-    rows0 = min(max(length0, 0), p.topk[0]);
-    rows1 = min(max(length1, 0), p.topk[1]);
-    load_lengths(item + step);
+    copy_wait<0>();
+    __syncwarp();
+    rows0 = min(max((int)load_shared(next_lengths), 0), p.topk[0]);
+    rows1 = min(max((int)load_shared(next_lengths + 4), 0), p.topk[1]);
+    __syncwarp();
+    copy_lengths(item + step);
     first_extra = (rows0 + kBlock - 1) / kBlock;
     const int blocks = first_extra + (rows1 + kBlock - 1) / kBlock;
     block = blocks * rank / p.split;
@@ -76,9 +83,9 @@ struct Cursor {
       const int extra = load_shared(meta_at(published)) & kMetaExtra;
       const u32 units = (kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16;
       u32 offset = kNoRow;
-      if (index < p.slots[extra]) {
-        const u32 page = (u64)index * p.page_magic[extra] >> p.page_shift[extra];
-        offset = page * p.page_stride[extra] + (index - page * p.page[extra]) * units;
+      if (index < pick(p.slots, extra)) {
+        const u32 page = (u64)index * pick(p.page_magic, extra) >> pick(p.page_shift, extra);
+        offset = page * pick(p.page_stride, extra) + (index - page * pick(p.page, extra)) * units;
       }
       store_shared(at, offset);
     }
@@ -101,7 +108,7 @@ DEVICE void prefetch_rows(const Params& p, u32 smem, u32 block, int warp, Lane m
   const int extra = load_shared(smem + kSmemMeta + slot * 4) & kMetaExtra;
   const bool narrow = kExtraFp4 && extra;
   if (offset == kNoRow) return;
-  const u8* line = p.pool[extra] + (u64)offset * 16 + 64 * me.col;
+  const u8* line = pick(p.pool, extra) + (u64)offset * 16 + 64 * me.col;
   prefetch_l2(line);
   if (!narrow || me.col == 0) prefetch_l2(line + 256);
   if (!narrow && me.col == 0) prefetch_l2(line + 512);

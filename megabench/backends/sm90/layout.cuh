@@ -18,6 +18,7 @@ constexpr int kRopeDims = 64;     // the last dims of a row
 constexpr int kStep = 16;         // KV rows of one wgmma of P V; a tile is freed step by step
 constexpr int kSteps = kBlock / kStep;
 constexpr int kLookahead = 5;     // blocks from an offset to its scores
+constexpr int kPrefetch = 3;      // blocks from an L2 prefetch to the probabilities (< kLookahead)
 constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
 
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
@@ -77,7 +78,10 @@ constexpr u32 kSmemInverse = kSmemAlpha + 2 * kHeads * 4;         // float [2][6
 constexpr u32 kSmemCosSin = kSmemInverse + 2 * kHeads * 4;        // float [2][64]
 constexpr u32 kSmemMeta = kSmemCosSin + 2 * kRopeDims * 4;        // u32 [kSlots]
 constexpr u32 kSmemRaised = kSmemMeta + kSlots * 4;               // u32 [2]
-constexpr u32 kSmemBars = kSmemRaised + 8;
+constexpr u32 kSmemSink = kSmemRaised + 8;                        // float [128 padded heads]
+constexpr u32 kSmemNextLengths = kSmemSink + 2 * kHeads * 4;      // int [4 warps][2]
+constexpr u32 kSmemNextPosition = kSmemNextLengths + 32;          // int
+constexpr u32 kSmemBars = kSmemNextPosition + 8;
 constexpr u32 kBarTileFull = kSmemBars, kBarTileFree = kBarTileFull + 16,  // [2], [2][kSteps]
               kBarProbsFull = kBarTileFree + 64, kBarInverse = kBarProbsFull + 16,
               kBarItemDone = kBarInverse + 8, kBarQ = kBarItemDone + 8;
@@ -100,6 +104,11 @@ struct Lane {
 
   DEVICE explicit Lane(int warp_) : warp(warp_), lane(lane_id()), row(lane >> 2), col(lane & 3) {}
 };
+
+// A pair of parameters indexed at run time would cost a slow indexed constant load.
+template <class T> DEVICE T pick(const T (&pair)[2], int extra) {
+  return extra ? pair[1] : pair[0];
+}
 
 // The token of a work item, and its first head. head_tiles is 1 or 2.
 DEVICE int token_of(const Params& p, int item) { return item >> (p.head_tiles - 1); }

@@ -224,7 +224,7 @@ struct Output {
       const int group = group0 + k / kOutChunks, chunk = k % kOutChunks;
       const int head = group * kWvGroup + me.row;
       const float2* mine = parts + head;
-      const float sink = p.sink ? p.sink[head0 + head] : -kInfinity;
+      const float sink = ((const float*)(mem + kSmemSink))[head0 + head];
       float reference = kNoReference, sum = 0.f;
 #pragma unroll 2
       for (int s = 0; s < split; s++) reference = fmaxf(reference, mine[s * kHeads].x);
@@ -269,8 +269,10 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   const u32 smem = out.smem;
   u32 block = 0, turn = 0;
   bar_sync(kBarPrefetch, 3 * kRoleThreads);
+  prefetch_rows(p, smem, 0, 4 * half + warp, me);
+  mbar_wait(smem + kBarTileFull, 0);  // the first tile and Q come before the next blocks
 #pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) prefetch_rows(p, smem, b, 4 * half + warp, me);
+  for (int b = 1; b < kPrefetch; b++) prefetch_rows(p, smem, b, 4 * half + warp, me);
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     if (half == 0 && me.warp == 0 && me.lane == 0 && item + item_step < p.items)
@@ -285,9 +287,7 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
       last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
       out.accumulate(block, first);
       first = false;
-      // Offsets of block + kLookahead are published while these probabilities are multiplied; those
-      // of the block before are there.
-      if (block > 0) prefetch_rows(p, smem, block + kLookahead - 1, 4 * half + warp, me);
+      prefetch_rows(p, smem, block + kPrefetch, 4 * half + warp, me);
       block++;
     } while (!last);
     if (p.split == 1) {

@@ -51,38 +51,41 @@ struct Scores {
                      __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
   }
 
-  // In place: RoPE on the last four chunks, the tile's column order, the swizzle. A lane has 8 dims
-  // of a head, its neighbour the other 8 of the chunk; afterwards one has the even pairs.
+  // In place, 16 dims of a head a lane: RoPE on the last four chunks, the tile's column order, the
+  // swizzle. Lanes of swizzled heads read the halves in the other order, against bank conflicts.
   DEVICE void finish_q(u32 turn) {
     mbar_wait(smem + kBarQ, turn & 1);
-    const bool second = lane & 1;
-    const float* cs = floats(kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp + 4 * second;
-    const u32 swap = lane & 8 ? 16 : 0;
+    const bool swapped = lane & 4;
+    const float* cs = floats(kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp;
 #pragma unroll 1
     for (int i = 0; i < 8; i++) {
-      const u32 at = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 16;
-      u32 v[4][4];  // 16 heads each
+      const u32 at = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 32 + (swapped ? 16 : 0);
+      u32 a[2][4], b[2][4], v[2][8];
 #pragma unroll
-      for (int k = 0; k < 4; k++) load_shared4(at + k * 512, v[k]);
+      for (int k = 0; k < 2; k++) {  // 32 heads each
+        load_shared4(at + k * 1024, a[k]);
+        load_shared4((at ^ 16) + k * 1024, b[k]);
+      }
+#pragma unroll
+      for (int n = 0; n < 8; n++) {
+        v[n / 4][n % 4] = swapped ? b[n / 4][n % 4] : a[n / 4][n % 4];
+        v[n / 4][n % 4 + 4] = swapped ? a[n / 4][n % 4] : b[n / 4][n % 4];
+      }
       if (i == 7) {
 #pragma unroll
         for (int n = 0; n < 16; n++)
-          v[n / 4][n % 4] = rotate(v[n / 4][n % 4], cs[n % 4], cs[n % 4 + kRopeDims / 2]);
-      }
-      u32 got[4][2];
-#pragma unroll
-      for (int n = 0; n < 8; n++) {  // my odd pairs for its even pairs, or the other way round
-        const u32* pair = v[n / 2] + n % 2 * 2;
-        const u32 even = __byte_perm(pair[0], pair[1], 0x5410);
-        const u32 odd = __byte_perm(pair[0], pair[1], 0x7632);
-        v[n / 2][n % 2] = second ? odd : even;
-        got[n / 2][n % 2] = __shfl_xor_sync(~0u, second ? even : odd, 1);
+          v[n / 8][n % 8] = rotate(v[n / 8][n % 8], cs[n % 8], cs[n % 8 + kRopeDims / 2]);
       }
 #pragma unroll
-      for (int k = 0; k < 4; k++) {
-        const u32 out[4] = {second ? got[k][0] : v[k][0], second ? got[k][1] : v[k][1],
-                            second ? v[k][0] : got[k][0], second ? v[k][1] : got[k][1]};
-        store_shared4((at + k * 512) ^ swap, out);
+      for (int k = 0; k < 2; k++) {
+        u32 even[4], odd[4];
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+          even[n] = __byte_perm(v[k][2 * n], v[k][2 * n + 1], 0x5410);
+          odd[n] = __byte_perm(v[k][2 * n], v[k][2 * n + 1], 0x7632);
+        }
+        store_shared4(at + k * 1024, even);
+        store_shared4((at ^ 16) + k * 1024, odd);
       }
     }
     fence_async_proxy();
@@ -240,8 +243,10 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   Scores s(p, mem, me);
   const u32 smem = s.smem;
   const bool leader = me.warp == 0 && me.lane == 0;
+  const int position = load_index(p.positions + token_of(p, first_item));
+  const int padded = p.head_tiles * kHeads, thread = 32 * me.warp + me.lane;
+  if (thread < padded) s.floats(kSmemSink)[thread] = p.sink ? p.sink[thread] : -kInfinity;
   Cursor cursor(p, smem, me, first_item, item_step, rank);
-  int position = load_index(p.positions + token_of(p, first_item));
 #pragma unroll 1
   for (int b = 0; b < kLookahead; b++) cursor.fetch();
   copy_wait<0>();
@@ -259,7 +264,9 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     const int next = item + item_step;
-    if (next < p.items) position = load_index(p.positions + token_of(p, next));
+    if (leader && next < p.items)  // arrives before the next slot ids
+      copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
+    copy_commit();
     s.finish_q(turn);
     s.have_reference = false;
 #pragma unroll
@@ -279,7 +286,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     } while (!last);
     if (leader && next < p.items) {  // every warp passed a barrier after its last product: Q may go
       if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // and the old cos/sin
-      s.copy_q(next, position, (turn + 1) & 1);
+      s.copy_q(next, load_shared(smem + kSmemNextPosition), (turn + 1) & 1);
     }
 
     const float2 t = s.totals();
@@ -287,8 +294,8 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     if (p.split == 1) {
       if (me.warp < 2) {
         const int token = token_of(p, item), at = first_head(p, item) + head;
-        const float sink = p.sink ? p.sink[at] : -kInfinity;
-        s.floats(kSmemInverse)[(turn & 1) * kHeads + head] = inverse_sum(t.x, t.y, sink);
+        s.floats(kSmemInverse)[(turn & 1) * kHeads + head] =
+            inverse_sum(t.x, t.y, s.floats(kSmemSink)[first_head(p, item) + head]);
         p.lse[(i64)token * p.head_tiles * kHeads + at] = natural_lse(t.x, t.y);
         __syncwarp();
         if (me.lane == 0) mbar_arrive(smem + kBarInverse);
