@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable
-from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -13,15 +9,18 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
+from megabench.report.frames import short_cache, usable
 from megabench.report.style import (
     GRID,
     INK,
     MARKERS,
     MUTED,
+    Figured,
     colours,
     finish,
+    legend,
     styled,
     to_svg,
 )
@@ -29,155 +28,20 @@ from megabench.report.words import microseconds, percent, rate
 from megabench.results import Ceilings
 from megabench.results.names import OP_ORDER, PARTS, STEP
 
-PUBLISHED_FILE = "published.json"
-MAX_SERIES = 8
 MAX_BARS = 30
-ATTENTION = "decode_attention"
 OP_COLOURS = colours([op for op in OP_ORDER if op not in (*PARTS, STEP)]) | {STEP: INK}
 """One colour an op, the same in every figure."""
-_SERIES = ["backend", "compress_ratio", "kv_cache", "tp", "kind"]
-
-
-@dataclass(frozen=True)
-class Figured:
-    """A figure and the words under it."""
-
-    svg: str
-    title: str
-    caption: str
-
-
-def latency(measurements: pd.DataFrame, device_name: str = "") -> Figured | None:
-    """Median against s_q: the whole step, and the decode attention op beside it, with what others
-    published for the device."""
-    data = _usable(measurements)
-    panels = [op for op in (STEP, ATTENTION) if (data["op"] == op).any()]
-    if not panels:
-        return None
-    with styled("latency"):
-        figure = Figure(figsize=(5.6 * len(panels), 4.4), layout="constrained")
-        axes = figure.subplots(1, len(panels), squeeze=False)[0]
-        titles = {STEP: "Whole step", ATTENTION: "Decode attention op"}
-        styles = _series_styles(data)
-        for axis, op in zip(axes, panels, strict=True):
-            _latency_panel(axis, data[data["op"] == op], styles)
-            finish(axis, titles[op], "query tokens of the step (s_q)", "median time")
-        sources = _published(axes[-1], device_name) if panels[-1] == ATTENTION else []
-        handles, labels = _legend(axes)
-        figure.legend(handles, labels, loc="outside lower center", ncols=2)
-        svg = to_svg(figure, "latency")
-    caption = (
-        "Median with its 95 % bootstrap interval. Lines join cases that differ in s_q and length "
-        "alone; markers tell decode, prefill and mixed steps apart."
-    )
-    for source in sources:
-        caption += f" Dashed, from elsewhere and not measured in this run: {source}."
-    return Figured(svg, "Latency against s_q", caption)
-
-
-def _published(axis: Axes, device_name: str) -> list[str]:
-    """Draw the published latencies of this device, inside the span of its own -> their sources."""
-    text = (resources.files("megabench.data") / PUBLISHED_FILE).read_text(encoding="utf-8")
-    found = [s for s in json.loads(text)["series"] if s["device"] in device_name]
-    low, high = axis.get_xlim()
-    for series in found:
-        points = [(x, y) for x, y in series["points"] if low <= x <= high]
-        if points:
-            axis.plot(
-                *zip(*points, strict=True), "--", color=MUTED, linewidth=1, label=series["label"]
-            )
-            bottom, top = axis.get_ylim()
-            inside = [y for _, y in points]
-            axis.set_ylim(min(bottom, min(inside) / 1.4), max(top, max(inside) * 1.4))
-    return [series["source"] for series in found]
-
-
-def _series_styles(data: pd.DataFrame) -> dict[Hashable, tuple[str, str, str]]:
-    """Series key to (colour, marker, label); one colour a backend when series are many."""
-    keys = list(dict.fromkeys(map(tuple, data[_SERIES].itertuples(index=False))))
-    names = [_series_name(key) for key in keys]
-    if len(keys) > MAX_SERIES:
-        names = [str(key[0]) for key in keys]
-    palette = colours(list(dict.fromkeys(names)))
-    kinds = {kind: MARKERS[i] for i, kind in enumerate(("decode", "prefill", "mixed", "other"))}
-    return {
-        key: (palette[name], kinds.get(str(key[4]), "o"), name)
-        for key, name in zip(keys, names, strict=True)
-    }
-
-
-def _series_name(key: tuple[Any, ...]) -> str:
-    backend, ratio, cache, tp, kind = key
-    return f"{backend} · r{ratio} {_short(cache)} TP{tp} · {kind}"
-
-
-def _short(cache: Any) -> str:
-    return str(cache).removesuffix("_ds_mla")
-
-
-def _latency_panel(
-    axis: Axes, data: pd.DataFrame, styles: dict[Hashable, tuple[str, str, str]]
-) -> None:
-    for key, group in data.groupby(_SERIES, dropna=False, sort=False):
-        colour, marker, label = styles[key]
-        group = group.sort_values(["tokens", "median_us"])
-        x, y = group["tokens"].to_numpy(float), group["median_us"].to_numpy(float)
-        low = np.maximum(y - group["ci_low_us"].to_numpy(float), 0.0)
-        high = np.maximum(group["ci_high_us"].to_numpy(float) - y, 0.0)
-        joined = "-" if group["tokens"].is_unique else ""
-        axis.errorbar(
-            x,
-            y,
-            yerr=np.vstack((low, high)),
-            color=colour,
-            marker=marker,
-            markersize=5,
-            linewidth=1.4,
-            linestyle=joined or "none",
-            label=label,
-        )
-    axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
-    axis.set_xticks(sorted(data["tokens"].unique()))
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
-    axis.xaxis.set_minor_locator(NullLocator())
-    _time_axis(axis, float(data["ci_low_us"].min()), float(data["ci_high_us"].max()))
-
-
-def _time_axis(axis: Axes, low: float, high: float) -> None:
-    """Ticks at 1, 2 and 5 times powers of ten, in words."""
-    powers = range(int(np.floor(np.log10(low))) - 1, int(np.ceil(np.log10(high))) + 2)
-    ticks = [m * 10.0**p for p in powers for m in (1, 2, 5)]
-    if high / low > 100:
-        ticks = [10.0**p for p in powers]
-    axis.yaxis.set_major_locator(FixedLocator(ticks))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: _tick(v)))
-    axis.yaxis.set_minor_locator(NullLocator())
-    axis.set_ylim(low / 1.4, high * 1.4)
-
-
-def _tick(value: float) -> str:
-    """A round time in its unit, without the zeros of a measured one."""
-    return f"{value:g} µs" if value < 1e4 else f"{value / 1e3:g} ms"
-
-
-def _legend(axes: Any) -> tuple[list[Any], list[str]]:
-    found: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            found.setdefault(label, handle)
-    return list(found.values()), list(found)
 
 
 def heat_map(measurements: pd.DataFrame) -> Figured | None:
     """Roofline fraction of the whole step: configurations by batch, one panel a backend."""
-    data = _usable(measurements)
+    data = usable(measurements)
     data = data[(data["op"] == STEP) & data["roofline_fraction"].notna()]
     if data.empty:
         return None
     data = data.assign(
         row=[
-            f"TP{tp} · r{ratio} {_short(cache)}"
+            f"TP{tp} · r{ratio} {short_cache(cache)}"
             for tp, ratio, cache in zip(
                 data["tp"], data["compress_ratio"], data["kv_cache"], strict=True
             )
@@ -224,7 +88,7 @@ def _heat_panel(axis: Axes, values: np.ndarray[Any, np.dtype[np.float64]], top: 
 
 def roofline(measurements: pd.DataFrame, ceilings: Ceilings | None) -> Figured | None:
     """Achieved FLOP/s against intensity, under the measured and the datasheet roof."""
-    data = _usable(measurements)
+    data = usable(measurements)
     data = data[(data["flops"] > 0) & (data["bytes_compulsory"] > 0) & ~data["op"].isin(PARTS)]
     if data.empty or ceilings is None:
         return None
@@ -259,7 +123,7 @@ def roofline(measurements: pd.DataFrame, ceilings: Ceilings | None) -> Figured |
         axis.yaxis.set_major_formatter(FuncFormatter(lambda v, _: rate(v, "FLOP/s")))
         axis.minorticks_off()
         finish(axis, "", "FLOP per compulsory byte", "achieved")
-        figure.legend(*_legend([axis]), loc="outside right upper")
+        figure.legend(*legend([axis]), loc="outside right upper")
         svg = to_svg(figure, "roofline")
     caption = (
         "Each point is one op of one case. Roofs: solid, measured in this run; dashed, the "
@@ -286,7 +150,7 @@ def _roofs(axis: Axes, ceilings: Ceilings, span: np.ndarray[Any, np.dtype[np.flo
 
 def breakdown(measurements: pd.DataFrame) -> Figured | None:
     """Where a step's time goes: each op's share of the sum of its ops."""
-    data = _usable(measurements)
+    data = usable(measurements)
     steps = data[data["op"] == STEP]
     parts = data[~data["op"].isin((STEP, *PARTS))]
     keys = [k for k in steps[["case_id", "backend"]].itertuples(index=False, name=None)]
@@ -338,16 +202,3 @@ def _bar(axis: Axes, y: int, times: pd.Series[float]) -> None:
             share = float(times[op]) / total
             axis.barh(y, share, left=left, color=colour, height=0.72, edgecolor=GRID, linewidth=0.3)
             left += share
-
-
-def _usable(measurements: pd.DataFrame) -> pd.DataFrame:
-    """Rows that stand for an op and whose median is a number; `package.module:attribute` goes by
-    its attribute where that tells backends apart."""
-    if measurements.empty:
-        return measurements
-    kept = measurements["primary"].astype(bool) & (measurements["median_us"] > 0)
-    data = measurements[kept]
-    short = {name: name.split(":")[-1] for name in data["backend"].unique()}
-    if len(set(short.values())) < len(short):
-        return data
-    return data.assign(backend=data["backend"].map(short))

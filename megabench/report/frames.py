@@ -152,3 +152,21 @@ def _measurements(case: CaseResult) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def usable(measurements: pd.DataFrame) -> pd.DataFrame:
+    """Rows that stand for an op and whose median is a number; `package.module:attribute` goes by
+    its attribute where that tells backends apart."""
+    if measurements.empty:
+        return measurements
+    kept = measurements["primary"].astype(bool) & (measurements["median_us"] > 0)
+    data = measurements[kept]
+    short = {name: name.split(":")[-1] for name in data["backend"].unique()}
+    if len(set(short.values())) < len(short):
+        return data
+    return data.assign(backend=data["backend"].map(short))
+
+
+def short_cache(cache: Any) -> str:
+    """A cache dtype's name as case ids have it."""
+    return str(cache).removesuffix("_ds_mla")

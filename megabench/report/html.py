@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from megabench.report import figures, words
 from megabench.report.frames import anchor, measurements_frame, primary, worst_stage
+from megabench.report.latency import latency
 from megabench.report.summary import stage_lines, summarise
 from megabench.results import CaseResult, Measurement, Run
 from megabench.results.names import STEP
@@ -21,7 +22,7 @@ def render(run: Run) -> str:
     """The whole report of a run as one HTML document without any external reference."""
     measurements = measurements_frame(run)
     drawn = (
-        figures.latency(measurements, run.header.environment.device_name if run.header else ""),
+        latency(measurements, run.header.environment.device_name if run.header else ""),
         figures.heat_map(measurements),
         figures.roofline(measurements, run.ceilings),
         figures.breakdown(measurements),

@@ -10,6 +10,7 @@ import io
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import matplotlib
@@ -60,6 +61,15 @@ _SETTINGS: dict[Any, Any] = {
 }
 
 
+@dataclass(frozen=True)
+class Figured:
+    """A figure and the words under it."""
+
+    svg: str
+    title: str
+    caption: str
+
+
 @contextmanager
 def styled(name: str) -> Iterator[None]:
     """Draw in the report's style; `name` keeps the ids of one figure apart from another's."""
@@ -102,3 +112,12 @@ def finish(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.tick_params(length=0)
+
+
+def legend(axes: Any) -> tuple[list[Any], list[str]]:
+    """Handles and labels of several axes, each label once."""
+    found: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return list(found.values()), list(found)
