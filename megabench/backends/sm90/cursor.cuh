@@ -1,6 +1,6 @@
 // The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores. Run by
 // the score warps, which would wait for the next tile otherwise. The output warps, idle longest,
-// bring the records into L2 (their prefetches take long to issue).
+// bring the records into L2 (prefetches take long to issue).
 #pragma once
 
 #include "layout.cuh"
@@ -100,16 +100,14 @@ struct Cursor {
   }
 };
 
-// Brings the rows of a published block into L2: warp 0..7 of the output warps has eight of them, four
-// lanes a row, a line (64 bytes) at a time.
-DEVICE void prefetch_rows(const Params& p, u32 smem, u32 block, int warp, Lane me) {
+// Brings the rows of a published block into L2: each of the eight output warps has eight of them.
+// Bulk prefetches stay clear of the load queue, which the converters fill.
+DEVICE void prefetch_rows(const Params& p, u32 smem, u32 block, int warp, int lane) {
+  if (lane >= 8) return;
   const u32 slot = block % kSlots;
-  const u32 offset = load_shared(smem + kSmemOffsets + (slot * kBlock + 8 * warp + me.row) * 4);
+  const u32 offset = load_shared(smem + kSmemOffsets + (slot * kBlock + 8 * warp + lane) * 4);
   const int extra = load_shared(smem + kSmemMeta + slot * 4) & kMetaExtra;
-  const bool narrow = kExtraFp4 && extra;
-  if (offset == kNoRow) return;
-  const u8* line = pick(p.pool, extra) + (u64)offset * 16 + 64 * me.col;
-  prefetch_l2(line);
-  if (!narrow || me.col == 0) prefetch_l2(line + 256);
-  if (!narrow && me.col == 0) prefetch_l2(line + 512);
+  if (offset != kNoRow)
+    bulk_prefetch_l2(pick(p.pool, extra) + (u64)offset * 16,
+                     kExtraFp4 && extra ? kFp4Record : kFp8Record);
 }

@@ -269,10 +269,10 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   const u32 smem = out.smem;
   u32 block = 0, turn = 0;
   bar_sync(kBarPrefetch, 3 * kRoleThreads);
-  prefetch_rows(p, smem, 0, 4 * half + warp, me);
+  prefetch_rows(p, smem, 0, 4 * half + warp, me.lane);
   mbar_wait(smem + kBarTileFull, 0);  // the first tile and Q come before the next blocks
 #pragma unroll 1
-  for (int b = 1; b < kPrefetch; b++) prefetch_rows(p, smem, b, 4 * half + warp, me);
+  for (int b = 1; b < kPrefetch; b++) prefetch_rows(p, smem, b, 4 * half + warp, me.lane);
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     if (half == 0 && me.warp == 0 && me.lane == 0 && item + item_step < p.items)
@@ -287,7 +287,7 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
       last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
       out.accumulate(block, first);
       first = false;
-      prefetch_rows(p, smem, block + kPrefetch, 4 * half + warp, me);
+      prefetch_rows(p, smem, block + kPrefetch, 4 * half + warp, me.lane);
       block++;
     } while (!last);
     if (p.split == 1) {

@@ -85,7 +85,6 @@ DEVICE void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar) {
 DEVICE void bulk_prefetch_l2(const void* p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
-DEVICE void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // ---- shared and global memory
 DEVICE u32 load_shared(u32 a) {
@@ -124,11 +123,6 @@ DEVICE void store_matrix4(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
 DEVICE int lane_id() {
   const int lane = threadIdx.x % 32;
   return __shfl_sync(~0u, lane, lane);
-}
-DEVICE int load_index(const int* p) {
-  int v;
-  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
-  return v;
 }
 
 // ---- thread-block clusters

@@ -243,12 +243,16 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   Scores s(p, mem, me);
   const u32 smem = s.smem;
   const bool leader = me.warp == 0 && me.lane == 0;
-  const int position = load_index(p.positions + token_of(p, first_item));
-  const int padded = p.head_tiles * kHeads, thread = 32 * me.warp + me.lane;
-  if (thread < padded) s.floats(kSmemSink)[thread] = p.sink ? p.sink[thread] : -kInfinity;
   Cursor cursor(p, smem, me, first_item, item_step, rank);
 #pragma unroll 1
   for (int b = 0; b < kLookahead; b++) cursor.fetch();
+  const int thread = 32 * me.warp + me.lane;
+  if (leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, first_item));
+  if (thread < p.head_tiles * kHeads) {
+    if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
+    else s.floats(kSmemSink)[thread] = -kInfinity;
+  }
+  copy_commit();
   copy_wait<0>();
   cursor.publish();
   cursor.publish();
@@ -257,7 +261,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   for (int b = 2; b < kLookahead; b++) cursor.publish();
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
   bar_arrive(kBarPrefetch, 3 * kRoleThreads);
-  if (leader) s.copy_q(first_item, position, 0);
+  if (leader) s.copy_q(first_item, load_shared(smem + kSmemNextPosition), 0);
   cursor.fetch();
 
   u32 block = 0, turn = 0;
