@@ -46,7 +46,7 @@ INDEX_OPS = (
     "compute_global_topk_indices_and_lens",
     "dequantize_and_gather_k_cache",
 )
-BATCHES = ("3q1s300", "2q40s200", "1q1s70_q33_2q20s150", "5q1s129_6q130s400")
+BATCHES = ("3q1s300", "2q40s200", "1q1s70_q33_2q20s150", "5q1s129_6q9s400")
 """Decodes alone, prefills alone, and steps of both; the last one's prefills take two chunks."""
 
 

@@ -101,6 +101,11 @@ def _import(module_name: str, distribution: str) -> ModuleType:
         raise LibraryAbsentError(f"{top} is not installed{hint}")
     try:
         return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = f"no module {error.name}"
+        raise LibraryAbsentError(
+            f"{module_name} ({distribution} {release(distribution)}) does not import ({missing})"
+        ) from error
     except Exception as error:  # .so not loading, no CUDA home (AssertionError), missing files, ...
         raise LibraryAbsentError(
             f"{module_name} ({distribution} {release(distribution)}) does not import "
