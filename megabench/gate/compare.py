@@ -22,8 +22,8 @@ from megabench.gate.policy import Policy
 from megabench.gate.pool import Pairs, Times
 from megabench.gate.processes import cut_short, header_of
 from megabench.gate.verdicts import (
-    LOOKS_SLOWER,
     ORDER,
+    RUN_AGAIN,
     Decision,
     exit_code,
     judge_kernels,
@@ -74,12 +74,12 @@ class GateResult:
         seen = Counter(f.decision.verdict for f in self.findings)
         return {verdict: seen[verdict] for verdict in ORDER if seen[verdict]}
 
-    def looks_slower(self) -> list[Key]:
-        """(case id, backend) of the times to run again before saying that they are slower."""
+    def run_again(self) -> list[Key]:
+        """(case id, backend) of the times that more processes may settle, slower ones first."""
         slow = (
             (f.case_id, f.backend)
             for f in self.findings
-            if f.gated and f.decision.code in LOOKS_SLOWER
+            if f.gated and f.decision.code in RUN_AGAIN
         )
         return list(dict.fromkeys(slow))
 

@@ -12,6 +12,7 @@ from megabench.results.schema import Column
 HOST_FIELDS = ("cpu", "cpu_count", "torch_threads", "python", "packages.numpy")
 """What replays of a CUDA graph do not depend on: compared for host-timed columns alone."""
 HOST_COLUMNS: tuple[Column, ...] = ("cpu", "eager")
+UNTIMED = "untimed"
 _APPLICATION_CLOCKS = "application clocks setting"
 
 
@@ -32,7 +33,7 @@ class Mismatch:
         return f"{self.field} {self.base} -> {self.run}"
 
 
-def facts(environment: Environment, clocks: str | None = None) -> dict[str, str]:
+def facts(environment: Environment) -> dict[str, str]:
     """An environment flattened to `field: text`; absent values are "none".
 
     The device's index, a host's memory size, and what a backend says of itself (but its library's
@@ -44,8 +45,6 @@ def facts(environment: Environment, clocks: str | None = None) -> dict[str, str]
     found = {name: _text(value) for name, value in fields.items()}
     found |= {f"packages.{name}": version for name, version in environment.packages.items()}
     found |= {f"backends.{b.name}": _text(b.version) for b in environment.backends}
-    if clocks is not None:
-        found["clocks"] = clocks
     return found
 
 
@@ -53,14 +52,15 @@ def mismatches(
     base: Environment,
     run: Environment,
     ignore: Sequence[str],
-    clocks: tuple[str, str] | None = None,
+    clocks: tuple[str, str] = (UNTIMED, UNTIMED),
 ) -> list[Mismatch]:
     """Fields that differ and match none of the `ignore` globs.
 
     `clocks` are the two clock policies. A backend that only one side has is no mismatch.
     """
-    old = facts(base, clocks[0] if clocks else None)
-    new = facts(run, clocks[1] if clocks else None)
+    old, new = facts(base), facts(run)
+    if UNTIMED not in clocks:
+        old["clocks"], new["clocks"] = clocks
     return [
         Mismatch(name, old.get(name, "none"), new.get(name, "none"))
         for name in sorted(old.keys() | new.keys())
@@ -76,11 +76,14 @@ def applying(found: Iterable[Mismatch], column: Column) -> list[Mismatch]:
 
 
 def clock_policy(runs: Sequence[Run]) -> str:
-    """ "application" when clocks were set, "default" when not, "unknown" without telemetry.
+    """ "application" when clocks were set, "default" when not, "unknown" without telemetry,
+    "untimed" where there is no time to compare.
 
     A power cap is no policy: it is where these parts settle under load.
     """
     measured = [m for run in runs for case in run.cases for m in case.measurements]
+    if not measured:
+        return UNTIMED
     told = [labels for m in measured if (labels := _labels(m)) is not None]
     if not told:
         return "unknown"

@@ -35,8 +35,8 @@ class TimeRule(_Model):
     """Least relative change of the median."""
     absolute_us: Annotated[float, Field(ge=0)] = 0.3
     """Least change of the median in microseconds: what an event pair can tell apart."""
-    level: Fraction = 0.9
-    """Least confidence of the interval of a median over processes."""
+    level: Fraction = 0.92
+    """Confidence of the interval of a median over processes."""
     gated: bool = True
     """False reports the verdict without letting it decide the exit code."""
 

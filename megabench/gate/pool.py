@@ -2,14 +2,16 @@
 
 Samples of one process share its memory placement, clocks and neighbours, so a thousand of them say
 less than five processes do. The unit here is therefore the process: its median is one value, and
-intervals are order statistics of those values. They assume no distribution: under identical code
-the chance that five values all lie above five others is 1 in 252, however noisy the device is.
+intervals are interpolated order statistics of those values (Hettmansperger and Sheather, 1986).
+They know nothing of how noisy the device is: at 0.92 and five processes a side, noise alone sets
+them apart upwards in 0.6 % of comparisons, whatever its size.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist, median, stdev
 
 MEDIAN_EFFICIENCY = math.sqrt(math.pi / 2)
@@ -93,6 +95,7 @@ class Change:
         return self.run_us - self.base_us
 
 
+@cache
 def coverage(count: int, cut: int) -> float:
     """Chance that the median lies between the (cut+1)-th smallest and largest of `count`."""
     tail: int = sum(math.comb(count, k) for k in range(cut + 1))
@@ -100,18 +103,24 @@ def coverage(count: int, cut: int) -> float:
 
 
 def median_interval(values: tuple[float, ...], level: float) -> tuple[float, float] | None:
-    """The narrowest symmetric order-statistic interval of the median that covers `level`.
+    """Interval of the median that covers `level`, interpolated between order statistics.
 
-    None when even the range of all values covers less: at 90 % that is below five values.
+    None when even the range of all values covers less: at 92 % that is below five values.
     """
     count = len(values)
     if count == 0 or coverage(count, 0) < level:
         return None
-    cut = 0
-    while cut + 1 <= (count - 1) // 2 and coverage(count, cut + 1) >= level:
-        cut += 1
+    last = (count - 1) // 2
+    cut = max(c for c in range(last + 1) if coverage(count, c) >= level or c == 0)
     ordered = sorted(values)
-    return ordered[cut], ordered[-1 - cut]
+    if cut == last:
+        return ordered[cut], ordered[-1 - cut]
+    outer, inner, rank = coverage(count, cut), coverage(count, cut + 1), cut + 1
+    share = (outer - level) / (outer - inner)
+    weight = (count - rank) * share / (rank + (count - 2 * rank) * share)
+    low = ordered[cut] + weight * (ordered[cut + 1] - ordered[cut])
+    high = ordered[-1 - cut] + weight * (ordered[-2 - cut] - ordered[-1 - cut])
+    return low, high
 
 
 def compare_times(base: Times, run: Times, level: float) -> Change | None:

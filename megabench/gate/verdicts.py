@@ -27,8 +27,8 @@ class Decision(NamedTuple):
     """One line for a person."""
 
 
-LOOKS_SLOWER = ("slower", "overlap", "clock")
-"""Codes of times whose medians are slower by both thresholds: worth running again."""
+RUN_AGAIN = ("slower", "overlap", "clock", "noisy")
+"""Codes of times that look slower, or too noisy to tell: more processes may settle them."""
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:

@@ -65,7 +65,7 @@ def test_a_later_matching_rule_overrides_what_it_names_and_inherits_the_rest(
         ("columns: [cold, wram]\n", "unknown value 'wram'; did you mean 'warm'?"),
         ("missing: ignored\n", "unknown value 'ignored'; did you mean 'ignore'?"),
         ("time: {relative: 2.5}\n", "time.relative: must be"),
-        ("processes: 3\n", "level 0.9 is out of reach of 3 processes"),
+        ("processes: 3\n", "level 0.92 is out of reach of 3 processes"),
         ("rules: [{level: 0.99}]\n", "level 0.99 is out of reach of 5 processes"),
         ("- 1\n", "gate.yaml:1"),
         ("a: [\n", "not YAML"),

@@ -1,0 +1,313 @@
+"""A run against its baseline: nothing goes unmentioned, and nothing passes by luck."""
+
+from __future__ import annotations
+
+import pytest
+from gate_runs import (
+    CLOCK,
+    DECODE,
+    PREFILL,
+    baseline,
+    measurement,
+    only,
+    processes,
+    row,
+    run,
+    times_of,
+)
+
+from megabench.gate import Policy, baseline_of, compare
+from megabench.gate.compare import GateResult
+from megabench.results import CaseResult, Comparison, Interval, Run, StageResult, Telemetry
+
+BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
+SLOWER = tuple(1.05 * t for t in BASE)
+POLICY = Policy()
+
+
+def times(n: int, rows: list[CaseResult], **fields: str) -> list[Run]:
+    return [run(rows, **fields) for _ in range(n)]
+
+
+def codes(result: GateResult) -> set[tuple[str, str]]:
+    return {(f.decision.verdict, f.decision.code) for f in result.findings}
+
+
+# ---- times -------------------------------------------------------------------
+
+
+def test_identical_runs_are_the_same_and_exit_zero() -> None:
+    result = compare(baseline(), processes(BASE), POLICY)
+    assert result.counts() == {"SAME": 2}  # the step's time, and the case's correctness
+    assert result.exit_code == 0
+
+
+def test_a_slower_run_exits_one_and_says_by_how_much() -> None:
+    result = compare(baseline(), processes(SLOWER), POLICY)
+    finding = only(result)
+    assert finding.decision.verdict == "SLOWER"
+    assert "+5.00 %" in finding.decision.message
+    assert result.exit_code == 1
+    assert result.run_again() == [(DECODE.id, "triton")]
+
+
+def test_a_faster_run_exits_zero() -> None:
+    result = compare(baseline(), processes([0.9 * t for t in BASE]), POLICY)
+    assert only(result).decision.verdict == "FASTER"
+    assert result.exit_code == 0
+
+
+def test_a_lower_clock_is_not_a_slower_kernel() -> None:
+    result = compare(baseline(), processes(SLOWER, clock=CLOCK / 1.05), POLICY)
+    assert only(result).decision.code == "clock"
+    assert result.exit_code == 3
+
+
+def test_without_clocks_the_evidence_says_that_cycles_were_not_checked() -> None:
+    recorded = baseline(clock=None)
+    finding = only(compare(recorded, processes(SLOWER, clock=None), POLICY))
+    assert finding.decision.verdict == "SLOWER"
+    assert any("SM clock is not known" in line for line in finding.evidence)
+
+
+def test_one_process_is_ambiguous_whatever_it_says() -> None:
+    for us in (20.0, 30.0):
+        result = compare(baseline(), processes([us]), POLICY)
+        assert only(result).decision.code == "few-processes"
+        assert result.exit_code == 3
+
+
+def test_a_rerun_that_disagrees_keeps_slower_back() -> None:
+    agrees = compare(baseline(), processes(SLOWER), POLICY, processes(SLOWER))
+    assert only(agrees).decision.verdict == "SLOWER"
+    disagrees = compare(baseline(), processes(SLOWER), POLICY, processes(BASE))
+    assert only(disagrees).decision.code == "not-reproduced"
+    assert any(line.startswith("re-run") for line in only(disagrees).evidence)
+
+
+def test_columns_are_never_compared_with_each_other() -> None:
+    result = compare(baseline(), processes(BASE, column="warm"), POLICY)
+    assert {(f.column, f.decision.verdict) for f in times_of(result)} == {
+        ("cold", "MISSING"),
+        ("warm", "NEW"),
+    }
+
+
+def test_eager_times_are_not_gated() -> None:
+    recorded = baseline(column="eager")
+    assert times_of(compare(recorded, processes(SLOWER, column="eager"), POLICY)) == []
+
+
+def test_a_rule_that_is_not_gated_reports_without_deciding() -> None:
+    policy = Policy.model_validate({"rules": [{"op": "step", "gated": False}]})
+    result = compare(baseline(), processes(SLOWER), policy)
+    assert only(result).decision.verdict == "SLOWER"
+    assert result.exit_code == 0
+    assert result.run_again() == []
+
+
+def test_a_case_glob_widens_its_threshold_alone() -> None:
+    both = [
+        [row([measurement(us)]), row([measurement(us)], case=PREFILL)] for us in (*BASE, *SLOWER)
+    ]
+    runs = [run(rows) for rows in both]
+    policy = Policy.model_validate({"rules": [{"case": PREFILL.id, "relative": 0.1}]})
+    result = compare(baseline_of(runs[:5]), runs[5:], policy)
+    found = {f.case_id: f.decision.verdict for f in times_of(result)}
+    assert found[DECODE.id] == "SLOWER"
+    assert found[PREFILL.id] != "SLOWER"
+
+
+def test_the_idle_rules_of_a_policy_are_noted() -> None:
+    policy = Policy.model_validate({"rules": [{"op": "stop"}]})
+    assert compare(baseline(), processes(BASE), policy).notes == [
+        "rules.0 (op stop) matches nothing in this run"
+    ]
+
+
+# ---- pairs -------------------------------------------------------------------
+
+
+def paired(ratio: float, us: float = 20.0, pairs: int = 12) -> list[Run]:
+    comparison = Comparison(
+        suite="h200",
+        case_id=DECODE.id,
+        op="step",
+        column="cold",
+        backend="triton",
+        baseline="torch",
+        ratio=ratio,
+        ci=Interval(low=ratio * 0.998, high=ratio * 1.002),
+        pairs=pairs,
+    )
+    return [run([row([measurement(us)])], [comparison])]
+
+
+def test_pairs_stand_in_for_processes_and_ignore_what_slows_both_arms() -> None:
+    recorded = baseline_of(paired(0.5))
+    drifted = only(compare(recorded, paired(0.5, us=22.0), POLICY))
+    assert drifted.decision.verdict == "SAME"
+    slower = only(compare(recorded, paired(0.53), POLICY))
+    assert slower.decision.verdict == "SLOWER"
+    assert any("x torch" in line for line in slower.evidence)
+
+
+def test_too_few_pairs_do_not() -> None:
+    found = only(compare(baseline_of(paired(0.5)), paired(0.53, pairs=3), POLICY))
+    assert found.decision.code == "few-processes"
+
+
+# ---- what is not there, or not the same --------------------------------------
+
+
+def test_a_missing_and_a_new_case_are_both_named() -> None:
+    runs = times(5, [row([measurement(20.0)], case=PREFILL)])
+    result = compare(baseline(), runs, POLICY)
+    found = {f.case_id: f.decision.verdict for f in result.findings}
+    assert found == {DECODE.id: "MISSING", PREFILL.id: "NEW"}
+    assert result.exit_code == 3
+    ignoring = Policy(missing="ignore")
+    assert compare(baseline(), runs, ignoring).exit_code == 0
+
+
+def test_a_case_skipped_now_is_missing_with_its_reason() -> None:
+    runs = times(5, [row(status="skipped", reason="no sm_90 cubin")])
+    (finding,) = compare(baseline(), runs, POLICY).findings
+    assert (finding.decision.verdict, finding.decision.code) == ("MISSING", "skipped")
+    assert "no sm_90 cubin" in finding.decision.message
+
+
+def test_a_case_that_changed_under_its_name_is_invalid() -> None:
+    runs = times(5, [row([measurement(20.0)], case_hash="0" * 16)])
+    (finding,) = compare(baseline(), runs, POLICY).findings
+    assert finding.decision.code == "case-changed"
+
+
+def test_a_time_that_cannot_be_true_is_invalid() -> None:
+    runs = processes(BASE, problem="below the datasheet's floor")
+    finding = only(compare(baseline(), runs, POLICY))
+    assert (finding.decision.verdict, finding.decision.code) == ("INVALID", "invalid")
+    assert "below the datasheet's floor" in finding.decision.message
+
+
+def test_one_throttled_process_of_six_does_not_matter() -> None:
+    throttled = Telemetry(source="nvml", invalid="hardware slowdown")
+    bad = measurement(30.0, problem="fell under", rechecked=False, telemetry=throttled)
+    runs = [*processes(BASE), run([row([bad], status="error", reason="fell under")])]
+    assert only(compare(baseline(), runs, POLICY)).decision.verdict == "SAME"
+    fewer = compare(baseline(), runs[1:], POLICY)
+    assert only(fewer).decision.verdict == "INVALID"
+
+
+def test_a_process_that_crashed_is_told_even_when_the_rest_is_enough() -> None:
+    runs = [*processes(BASE), run([], ended=False)]
+    result = compare(baseline(), runs, POLICY)
+    assert ("INVALID", "cut-short") in codes(result)
+    assert result.exit_code == 3
+
+
+# ---- correctness and kernels -------------------------------------------------
+
+
+def test_one_failing_process_of_five_is_broken() -> None:
+    failed = row(status="failed", reason="out: 3 of 9 wrong")
+    runs = [*processes(BASE[:4]), run([failed])]
+    result = compare(baseline(), runs, POLICY)
+    (finding,) = result.findings
+    assert finding.decision.verdict == "BROKEN"
+    assert "in 1 of 5 processes" in finding.decision.message
+    assert result.exit_code == 1
+
+
+def test_a_new_case_that_fails_is_broken_not_new() -> None:
+    failed = row(status="failed", reason="out", case=PREFILL)
+    runs = [run([row([measurement(us)]), failed]) for us in BASE]
+    assert ("BROKEN", "failed") in codes(compare(baseline(), runs, POLICY))
+
+
+def test_outputs_that_change_while_timed_are_broken() -> None:
+    runs = processes(BASE, rechecked=False, problem="outputs differ after timing")
+    result = compare(baseline(), runs, POLICY)
+    assert codes(result) == {("BROKEN", "recheck")}
+
+
+def test_a_grown_error_is_broken() -> None:
+    runs = [run([row([measurement(us)], worst=0.9)]) for us in BASE]
+    result = compare(baseline(), runs, POLICY)
+    assert ("BROKEN", "error-growth") in codes(result)
+    assert result.exit_code == 1
+
+
+def test_figures_beside_the_verdict_are_not_gated() -> None:
+    chain = StageResult(name="end_to_end", ok=True, checked=1, worst=50.0, verdict=False)
+    rows = [row([measurement(us)]) for us in BASE]
+    for made in rows:
+        made.stages.append(chain)
+    assert compare(baseline(), [run([r]) for r in rows], POLICY).exit_code == 0
+
+
+def test_a_run_that_validated_nothing_cannot_pass_for_a_correct_one() -> None:
+    runs = [run([row([measurement(us)], worst=None)]) for us in BASE]
+    result = compare(baseline(), runs, POLICY)
+    assert ("MISSING", "not-validated") in codes(result)
+
+
+def test_one_kernel_more_a_step_is_slower() -> None:
+    def counted(kernels: int | None) -> list[Run]:
+        eager = measurement(90.0, column="eager", kernels=kernels)
+        return [run([row([measurement(us), eager])]) for us in BASE]
+
+    recorded = baseline_of(counted(7))
+    assert only(compare(recorded, counted(7), POLICY), "kernels").decision.verdict == "SAME"
+    more = compare(recorded, counted(8), POLICY)
+    assert only(more, "kernels").decision.message == "7 -> 8 kernels"
+    assert more.exit_code == 1
+    assert only(compare(recorded, counted(None), POLICY), "kernels").decision.code == "missing"
+
+
+# ---- environments ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("driver", "590.2"),
+        ("device_name", "NVIDIA B200"),
+        ("packages", {"torch": "2.12.0", "triton": "3.6.0"}),
+    ],
+)
+def test_another_environment_is_a_verdict_and_no_time_is_compared(
+    field: str, value: object
+) -> None:
+    runs = [run([row([measurement(us)])], **{field: value}) for us in SLOWER]
+    result = compare(baseline(), runs, POLICY)
+    assert ("INVALID", "environment") in codes(result)
+    assert times_of(result) == []
+    assert result.exit_code == 3
+
+
+def test_another_environment_does_not_hide_a_wrong_result() -> None:
+    runs = times(5, [row(status="failed", reason="out")], driver="590.2")
+    assert compare(baseline(), runs, POLICY).exit_code == 1
+
+
+def test_what_the_policy_ignores_may_differ() -> None:
+    runs = [run([row([measurement(us)])], driver="590.2") for us in SLOWER]
+    policy = Policy.model_validate({"environment": {"ignore": ["driver"]}})
+    assert only(compare(baseline(), runs, policy)).decision.verdict == "SLOWER"
+
+
+def test_another_host_matters_to_host_timed_columns_alone() -> None:
+    runs = [run([row([measurement(us)])], cpu="another", cpu_count=8) for us in SLOWER]
+    policy = Policy(columns=["cold"])
+    assert only(compare(baseline(), runs, policy)).decision.verdict == "SLOWER"
+    host = [run([row([measurement(us, column="cpu")])], cpu="another") for us in SLOWER]
+    recorded = baseline(column="cpu")
+    assert ("INVALID", "environment") in codes(compare(recorded, host, POLICY))
+
+
+def test_locked_clocks_are_not_compared_with_free_ones() -> None:
+    locked = Telemetry(source="nvml", sm_clock_mhz=CLOCK, labels=["application clocks setting"])
+    result = compare(baseline(), processes(BASE, telemetry=locked), POLICY)
+    finding = only(result, "environment")
+    assert "clocks default -> application" in finding.decision.message
