@@ -421,7 +421,7 @@ def the_output_has_an_eighth_of_noise(args: Args, result: Any) -> Any:
 
 @before("rounding_direction", *ATTENTION, batch="4q1s300_1q9s140")
 def the_sink_is_a_little_too_large(args: Args) -> None:
-    args["attn_sink"] = args["attn_sink"] + 2.0**-6
+    args["attn_sink"] = args["attn_sink"] + 2.0**-7
 
 
 @after("padding_tokens", DECODE, batch="3q1s200", padding_tokens=2)
@@ -483,6 +483,11 @@ def a_row_past_the_step_gets_scales(args: Args, result: Any) -> Any:
 def the_query_is_rotated_in_place(args: Args, result: Any) -> Any:
     args["q"].mul_(0.5)
     return result
+
+
+@after("inputs_unchanged", INSERT_COMPRESSED)
+def an_input_of_the_step_is_modified(args: Args, result: None) -> None:
+    args["latent"].neg_()
 
 
 class Counting:

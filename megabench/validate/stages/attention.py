@@ -128,9 +128,9 @@ def _judge_slice(part: Slice) -> Iterable[Judgement]:
 
 def _judge_logs(stage: str, part: Slice, got: Tensor, golden: Tensor, bound: Tensor) -> Judgement:
     """Infinities (no valid row) exactly, everything else within its bound."""
-    error = torch.where(got == golden, 0.0, (got - golden).abs())
     if got.shape != golden.shape:
         return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
+    error = torch.where(got == golden, 0.0, (got - golden).abs())
     return judge_ratio(
         stage,
         ratio_of(error, bound),
