@@ -14,11 +14,14 @@ struct Cursor {
   int rows0, rows1, first_extra;
   u32 next_lengths;     // where the next item's raw lengths are copied, one item early
   u32 fetched, published;
+  int index;            // slot id of this lane's row of the block to publish next
+  u32 meta;
 
   DEVICE Cursor(const Params& params, u32 smem_base, Lane me, int first_item, int item_step, int r)
       : p(params), smem(smem_base), row(16 * me.warp + (me.lane >> 1)), half(me.lane & 1), rank(r),
         step(item_step), item(first_item - item_step), block(0), end(0),
-        next_lengths(smem_base + kSmemNextLengths + 8 * me.warp), fetched(0), published(0) {
+        next_lengths(smem_base + kSmemNextLengths + 8 * me.warp), fetched(0), published(0),
+        index(-1), meta(0) {
     copy_lengths(first_item);
   }
 
@@ -57,45 +60,52 @@ struct Cursor {
     }
   }
 
-  // Starts to read the slot ids of the next block into the ring.
-  DEVICE void fetch() {
+  // Moves to the next block; where this lane's slot id is, or null for a masked row. Sets `meta`.
+  DEVICE const int* next_index() {
     if (block == end) next_item();
     const int extra = block >= first_extra;
     const int column = (block - (extra ? first_extra : 0)) * kBlock + row;
     block++;
-    if (half == 0) {
-      const u32 to = offset_at(fetched);
-      if (column < (extra ? rows1 : rows0))
-        copy4(to, p.indices[extra] + (i64)(token_of(p, item)) * p.index_stride[extra] + column);
-      else
-        store_shared(to, kNoRow);
-      store_shared(meta_at(fetched), (extra ? kMetaExtra : 0) | (block == end ? kMetaLast : 0));
-    }
+    meta = (extra ? kMetaExtra : 0) | (block == end ? kMetaLast : 0);
+    if (half || column >= (extra ? rows1 : rows0)) return nullptr;
+    return pick(p.indices, extra) + (i64)token_of(p, item) * pick(p.index_stride, extra) + column;
+  }
+
+  DEVICE u32 offset_of(u32 slot_id, int extra) const {
+    if (slot_id >= pick(p.slots, extra)) return kNoRow;
+    const u32 page = (u64)slot_id * pick(p.page_magic, extra) >> pick(p.page_shift, extra);
+    return page * pick(p.page_stride, extra) +
+           (slot_id - page * pick(p.page, extra)) * ((kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16);
+  }
+
+  // The first blocks: slot ids are copied into the ring, all at once, and turned into offsets there.
+  DEVICE void copy_ahead() {
+    const int* from = next_index();
+    if (from) copy4(offset_at(fetched), from);
+    else if (!half) store_shared(offset_at(fetched), kNoRow);
+    if (!half) store_shared(meta_at(fetched), meta);
     copy_commit();
     fetched++;
   }
-
-  // Turns the slot ids of the oldest fetched block, which must have arrived, into offsets in place.
-  DEVICE void publish() {
+  DEVICE void publish_copied() {
     const u32 at = offset_at(published);
-    if (half == 0) {
-      const u32 index = load_shared(at);
-      const int extra = load_shared(meta_at(published)) & kMetaExtra;
-      const u32 units = (kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16;
-      u32 offset = kNoRow;
-      if (index < pick(p.slots, extra)) {
-        const u32 page = (u64)index * pick(p.page_magic, extra) >> pick(p.page_shift, extra);
-        offset = page * pick(p.page_stride, extra) + (index - page * pick(p.page, extra)) * units;
-      }
-      store_shared(at, offset);
-    }
+    if (!half)
+      store_shared(at, offset_of(load_shared(at), load_shared(meta_at(published)) & kMetaExtra));
     published++;
   }
 
-  // One block further.
+  // Later blocks: the slot id waits in a register until the next call.
+  DEVICE void fetch() {
+    const int* from = next_index();
+    index = -1;
+    if (from) index = load_global(from);
+  }
   DEVICE void advance() {
-    copy_wait<0>();
-    publish();
+    if (!half) {
+      store_shared(offset_at(published), offset_of(index, meta & kMetaExtra));
+      store_shared(meta_at(published), meta);
+    }
+    published++;
     fetch();
   }
 };

@@ -125,6 +125,12 @@ DEVICE int lane_id() {
   return __shfl_sync(~0u, lane, lane);
 }
 
+DEVICE int load_global(const int* p) {
+  int v;
+  asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+
 // ---- thread-block clusters
 DEVICE u32 cluster_rank() {
   u32 r;

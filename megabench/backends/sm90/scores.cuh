@@ -136,25 +136,40 @@ struct Scores {
     if (warp == 0 && lane == 0) *(volatile u32*)(mem + kSmemRaised + 4 * tile) = raised;
   }
 
+  // One exchange with the lane `distance` away: each keeps and combines half of the values.
+  template <int Held, class Op> DEVICE void halve(float (&v)[16], int distance, Op combine) {
+    const bool upper = lane & distance;
+#pragma unroll
+    for (int i = 0; i < Held; i++) {
+      const float got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + Held], distance);
+      v[i] = combine(upper ? v[i + Held] : v[i], got);
+    }
+  }
+
+  // Combines 16 values (heads 8*(n/2) + 2*col + n%2) over the eight rows of lanes and stores each
+  // warp's result per head.
+  template <class Op> DEVICE void store_over_rows(float (&v)[16], Op combine) {
+    halve<8>(v, 4, combine);
+    halve<4>(v, 8, combine);
+    halve<2>(v, 16, combine);
+    const int eight = (lane & 4) + (lane >> 2 & 2) + (lane >> 4 & 1);  // which 8 heads are left
+    *(float2*)(floats(kSmemReduce) + warp * kHeads + 8 * eight + 2 * col) = make_float2(v[0], v[1]);
+  }
+
   // New references: the block's maximum per head. True when sums and outputs were rescaled.
   DEVICE bool raise(u32 tile, float bias, bool live) {
-    float* most = floats(kSmemReduce);
+    const float* most = floats(kSmemReduce);
+    float top[16];
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-      float a = fmaxf(x[4 * n], x[4 * n + 2]), b = fmaxf(x[4 * n + 1], x[4 * n + 3]);
-#pragma unroll
-      for (int d = 4; d < 32; d <<= 1) {
-        a = fmaxf(a, __shfl_xor_sync(~0u, a, d));
-        b = fmaxf(b, __shfl_xor_sync(~0u, b, d));
-      }
-      if (row == 0) *(float2*)(most + warp * kHeads + 8 * n + 2 * col) = make_float2(a, b);
-    }
+    for (int n = 0; n < 16; n++) top[n] = fmaxf(x[n / 2 * 4 + n % 2], x[n / 2 * 4 + n % 2 + 2]);
+    store_over_rows(top, [](float a, float b) { return fmaxf(a, b); });
     if (!bar_any(kBarScores, kRoleThreads, live)) return false;  // a masked block: no reference yet
     const int head = 32 * warp + lane;
     if (head < kHeads) {
-      const float top = fmaxf(fmaxf(most[head], most[kHeads + head]),
-                              fmaxf(most[2 * kHeads + head], most[3 * kHeads + head]));
-      float delta = top - bias, reference = delta;
+      float delta = fmaxf(fmaxf(most[head], most[kHeads + head]),
+                          fmaxf(most[2 * kHeads + head], most[3 * kHeads + head])) -
+                    bias;
+      float reference = delta;
       if (have_reference) {
         delta = fmaxf(delta, 0.f);
         reference = delta - floats(kSmemNegRef)[head];
@@ -211,16 +226,8 @@ struct Scores {
 
   // Sums of the item over all rows of this CTA: (reference, sum) of head 32*warp + lane < 64.
   DEVICE float2 totals() {
-    float* part = floats(kSmemReduce);
-#pragma unroll
-    for (int n = 0; n < 16; n++)
-#pragma unroll
-      for (int d = 4; d < 32; d <<= 1) sum[n] += __shfl_xor_sync(~0u, sum[n], d);
-    if (row == 0) {
-#pragma unroll
-      for (int n = 0; n < 8; n++)
-        *(float2*)(part + warp * kHeads + 8 * n + 2 * col) = make_float2(sum[2 * n], sum[2 * n + 1]);
-    }
+    const float* part = floats(kSmemReduce);
+    store_over_rows(sum, [](float a, float b) { return a + b; });
     sync();
     const int head = (32 * warp + lane) % kHeads;
     const float total = (part[head] + part[kHeads + head]) +
@@ -231,7 +238,7 @@ struct Scores {
 
 // What one head's output is divided by: its sum plus the sink's share.
 DEVICE float inverse_sum(float reference, float sum, float sink) {
-  return sum > 0.f ? 1.f / (sum + exp2f(sink * kLog2e - reference)) : 0.f;
+  return sum > 0.f ? __fdividef(1.f, sum + exp2_approx(sink * kLog2e - reference)) : 0.f;
 }
 DEVICE float natural_lse(float reference, float sum) {
   return sum > 0.f ? (reference + log2_approx(sum)) * kLn2 : kInfinity;
@@ -245,7 +252,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   const bool leader = me.warp == 0 && me.lane == 0;
   Cursor cursor(p, smem, me, first_item, item_step, rank);
 #pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) cursor.fetch();
+  for (int b = 0; b < kLookahead; b++) cursor.copy_ahead();
   const int thread = 32 * me.warp + me.lane;
   if (leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, first_item));
   if (thread < p.head_tiles * kHeads) {
@@ -254,11 +261,11 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   }
   copy_commit();
   copy_wait<0>();
-  cursor.publish();
-  cursor.publish();
+  cursor.publish_copied();
+  cursor.publish_copied();
   bar_arrive(kBarStart, 2 * kRoleThreads);  // enough for the first tile
 #pragma unroll 1
-  for (int b = 2; b < kLookahead; b++) cursor.publish();
+  for (int b = 2; b < kLookahead; b++) cursor.publish_copied();
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
   bar_arrive(kBarPrefetch, 3 * kRoleThreads);
   if (leader) s.copy_q(first_item, load_shared(smem + kSmemNextPosition), 0);
@@ -268,10 +275,10 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     const int next = item + item_step;
-    if (leader && next < p.items)  // arrives before the next slot ids
-      copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
+    if (leader && next < p.items) copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
     copy_commit();
     s.finish_q(turn);
+    copy_wait<0>();
     s.have_reference = false;
 #pragma unroll
     for (int n = 0; n < 16; n++) s.sum[n] = 0.f;
@@ -284,15 +291,14 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
       last = meta & kMetaLast;
       s.multiply(block & 1);
       s.reference(block, fp4);
+      if (last && leader && next < p.items) {  // every warp is past its last product: Q may go,
+        if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // and the old cos/sin
+        s.copy_q(next, load_shared(smem + kSmemNextPosition), (turn + 1) & 1);
+      }
       s.probabilities(block, fp4);
       cursor.advance();
       block++;
     } while (!last);
-    if (leader && next < p.items) {  // every warp passed a barrier after its last product: Q may go
-      if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // and the old cos/sin
-      s.copy_q(next, load_shared(smem + kSmemNextPosition), (turn + 1) & 1);
-    }
-
     const float2 t = s.totals();
     const int head = 32 * me.warp + me.lane;
     if (p.split == 1) {
