@@ -104,7 +104,10 @@ def test_every_megabench_command_and_option_named_exists(path: Path) -> None:
 
 
 def options_of(name: str) -> set[str]:
-    parameters = cli.commands[name].params
+    """Options of a command, and of its own commands where it is a group."""
+    command = cli.commands[name]
+    inner = command.commands.values() if isinstance(command, click.Group) else ()
+    parameters = [p for c in (command, *inner) for p in c.params]
     return {o for p in parameters if isinstance(p, click.Option) for o in p.opts} | {"--help"}
 
 

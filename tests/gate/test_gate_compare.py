@@ -239,11 +239,12 @@ def test_a_grown_error_is_broken() -> None:
 
 
 def test_figures_beside_the_verdict_are_not_gated() -> None:
-    chain = StageResult(name="end_to_end", ok=True, checked=1, worst=50.0, verdict=False)
-    rows = [row([measurement(us)]) for us in BASE]
-    for made in rows:
-        made.stages.append(chain)
-    assert compare(baseline(), [run([r]) for r in rows], POLICY).exit_code == 0
+    def chained(worst: float) -> list[Run]:
+        chain = StageResult(name="end_to_end", ok=True, checked=1, worst=worst, verdict=False)
+        out = StageResult(name="out", ok=True, checked=9, worst=0.4)
+        return [run([row([measurement(us)], stages=[out, chain])]) for us in BASE]
+
+    assert compare(baseline_of(chained(1.0)), chained(50.0), POLICY).exit_code == 0
 
 
 def test_a_run_that_validated_nothing_cannot_pass_for_a_correct_one() -> None:

@@ -115,6 +115,12 @@ def test_fewer_processes_than_wanted_are_ambiguous_even_when_nothing_moved(
     assert codes(decision) == ("AMBIGUOUS", "few-processes")
 
 
+def test_a_policy_may_want_more_processes_than_an_interval_needs() -> None:
+    decision = judge_time(times(20), times(20), RULE, 7)
+    assert codes(decision) == ("AMBIGUOUS", "few-processes")
+    assert decision.message == "the run has 5 of 7 processes"
+
+
 def test_a_slowdown_that_the_rerun_repeats_is_slower() -> None:
     decision = judge_time(times(20), times(21), RULE, 5, times(21.1))
     assert codes(decision) == ("SLOWER", "slower")
