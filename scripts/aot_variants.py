@@ -97,15 +97,15 @@ ATTENTION_TYPES = {
 
 
 def _decode(
-    name: str, heads: int, live: int, splits: int, fp4: bool, spills: dict[int, int] | None = None
+    name: str, tokens: int, live: int, splits: int, fp4: bool, spills: dict[int, int] | None = None
 ) -> Variant:
     def tile(capability: int) -> Tile:
-        return decode_tile(live, target(capability))
+        return decode_tile(tokens, live, True, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
         record, page = (288, 64) if fp4 else (528, 64)
         return {
-            "HEADS": heads,
+            "HEADS": 64,
             "H": tile(capability).heads,
             "N": tile(capability).rows,
             "SPLITS": splits,
@@ -123,8 +123,6 @@ def _decode(
             "HAS_EXTRA_LEN": True,
             "HAS_SINK": True,
             "Q_NORM": False,
-            "PREFETCH": 128 if capability >= 90 else 0,
-            "PREFETCH_EXTRA": 512 if capability >= 90 else 0,
             "EMULATE": False,
             "FP8_CVT": target(capability).fp8_cvt,
         }
@@ -169,13 +167,9 @@ def _prefill(name: str, live: int, spills: dict[int, int] | None = None) -> Vari
 
 
 MATMUL_TYPES = {
-    "x_ptr": "*u8",
-    "x_scale_ptr": "*i32",
+    "x_ptr": "*bf16",
     "x_row_stride": "i32",
     "x_group_stride": "i32",
-    "x_scale_row": "i32",
-    "x_scale_word": "i32",
-    "x_scale_group": "i32",
     "w_ptr": "*u8",
     "w_scale_ptr": "*i32",
     "w_row_stride": "i32",
@@ -186,15 +180,16 @@ MATMUL_TYPES = {
     "out_ptr": "*bf16",
     "out_row_stride": "i32",
     "out_group_stride": "i32",
+    "partial_ptr": "*fp32",
     "T": "i32",
     "D": "i32",
     "K": "i32",
 }
 
 
-def _matmul(name: str, tokens: int, groups: int, rows: int, dense: bool) -> Variant:
+def _matmul(name: str, tokens: int, groups: int, rows: int) -> Variant:
     def choice(capability: int) -> MatmulTile:
-        return matmul_tile(tokens, groups, rows, dense, target(capability))
+        return matmul_tile(tokens, groups, rows, 4096, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
         tile = choice(capability)
@@ -203,24 +198,22 @@ def _matmul(name: str, tokens: int, groups: int, rows: int, dense: bool) -> Vari
             "BD": tile.rows,
             "BK": tile.columns,
             "WEIGHT_LEFT": tile.weight_left,
-            "X_BF16": False,
-            "W_BF16": dense,
+            "SPLITS": tile.splits,
             "EMULATE": False,
         }
 
     def tile(capability: int) -> Tile:
         return Tile(0, 0, choice(capability).warps, choice(capability).stages)
 
-    types = MATMUL_TYPES | {"w_ptr": "*bf16" if dense else "*u8"}
-    return Variant(name, matmul_kernel, types, constants, tile)
+    return Variant(name, matmul_kernel, MATMUL_TYPES, constants, tile)
 
 
 VARIANTS = (
-    _matmul("wo_a_few_tokens", 16, 8, 1024, False),
-    _matmul("wo_a_many_tokens", 4096, 8, 1024, True),
-    _decode("decode_fp4", 64, 64, 1, True),
-    _decode("decode_fp8_split", 64, 64, 4, False),
-    _decode("decode_fp4_16_heads", 64, 16, 1, True),
+    _matmul("wo_a_few_tokens", 16, 8, 1024),
+    _matmul("wo_a_many_tokens", 4096, 8, 1024),
+    _decode("decode_fp4", 512, 64, 1, True),
+    _decode("decode_fp8_split", 32, 64, 4, False),
+    _decode("decode_fp4_16_heads", 512, 16, 1, True),
     _combine("combine_4", 4),
     _prefill("prefill", 64),
 )

@@ -191,42 +191,30 @@ def row(name: str, times: Iterator[float] | list[float]) -> None:
 
 def tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
     """Candidates beside the tiles in use."""
-    few, many = (1, 8, 32, 64), (128, 512, 1024)
+    few = (1, 2, 4, 8, 16, 32, 64)
     print("decode tile (heads, rows, warps, stages), s_q", few)
     calls = Decode(528)
     for tile in (
         Tile(16, 32, 4, 1),
-        Tile(16, 32, 4, 2),
-        Tile(16, 64, 4, 1),
         Tile(16, 64, 8, 1),
-        Tile(32, 64, 8, 1),
         Tile(32, 32, 8, 1),
+        Tile(32, 64, 8, 1),
         Tile(64, 64, 8, 1),
-        Tile(64, 64, 16, 1),
+        Tile(64, 128, 8, 1),
     ):
-        attention.decode_tile = lambda live, target, tile=tile: tile
+        attention.decode_tile = lambda tokens, live, target, tile=tile: tile
         row(str(tile), [attempt(timer, calls.op(s, backend)) for s in few])
-    print("decode tile, s_q", many)
-    for nbytes in (528, 288):
-        calls = Decode(nbytes)
-        for tile in (
-            Tile(64, 64, 8, 1),
-            Tile(64, 128, 8, 1),
-            Tile(64, 64, 16, 1),
-            Tile(64, 128, 16, 1),
-        ):
-            attention.decode_tile = lambda live, target, tile=tile: tile
-            row(f"{nbytes} {tile}", [attempt(timer, calls.op(s, backend)) for s in many])
-        width, attention.MAX_PREFETCH = attention._prefetch_width, 0
-        attention._prefetch_width = lambda *_: 0
-        attention.decode_tile = lambda live, target: Tile(64, 128, 8, 1)
-        row(f"{nbytes} no prefetch", [attempt(timer, calls.op(s, backend)) for s in many])
-        attention._prefetch_width, attention.MAX_PREFETCH = width, 512
-    print("prefill tile, s_q 128 1024 4096")
-    for tile in (Tile(64, 64, 8, 1), Tile(64, 64, 16, 2), Tile(64, 64, 16, 3), Tile(64, 64, 16, 1)):
-        attention.prefill_tile = lambda live, target, tile=tile: tile
-        row(str(tile), [attempt(timer, prefill_op(s, backend)) for s in (128, 1024, 4096)])
-    product_tiles(timer, backend)
+    product_tiles(timer, TritonBackend())
+    print("prefill, s_q 128 1024 4096")
+    sizes = (128, 1024, 4096)
+    row("gluon", [attempt(timer, prefill_op(s, backend)) for s in sizes])
+    try:
+        from megabench.backends.triton import prefill_sm90_v2
+
+        attention.prefill_sm90 = prefill_sm90_v2
+        row("gluon v2", [attempt(timer, prefill_op(s, backend)) for s in sizes])
+    except ImportError:
+        pass
 
 
 def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
@@ -238,44 +226,23 @@ def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
             tile, tokens=tile.tokens or max(16, t)
         )
 
-    print("wo_a tile, b 1 16 64")
+    print("wo_a tile, b 1 16 32 64")
     for rows in (16, 32, 64):
         for columns, stages, warps in (
-            (128, 5, 4),
+            (128, 4, 4),
             (256, 3, 4),
-            (256, 5, 4),
+            (256, 4, 8),
             (512, 3, 4),
-            (512, 3, 8),
+            (512, 2, 8),
         ):
             use(MatmulTile(0, rows, columns, warps, stages, True))
-            times = [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 64)]
+            times = [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 32, 64)]
             row(f"left {rows} x {columns} warps {warps} stages {stages}", times)
-    print("wo_a e4m3 tile, b 128 256")
-    for tile in (
-        MatmulTile(64, 64, 256, 4, 3, True),
-        MatmulTile(64, 128, 128, 4, 3, True),
-        MatmulTile(128, 64, 128, 4, 3, True),
-        MatmulTile(128, 64, 128, 8, 3, True),
-        MatmulTile(128, 128, 128, 8, 3, True),
-        MatmulTile(64, 64, 128, 4, 4, False),
-        MatmulTile(64, 128, 128, 8, 3, False),
-        MatmulTile(128, 128, 128, 8, 3, False),
-    ):
-        use(tile)
-        row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 256)])
     products.keep(backend)
     matmul.DENSE_TOKENS = 1
-    print("wo_a bf16 tile, b 128 512 4096")
-    for tile in (
-        MatmulTile(128, 128, 64, 8, 3, False),
-        MatmulTile(128, 128, 64, 4, 4, False),
-        MatmulTile(64, 128, 64, 4, 4, False),
-        MatmulTile(128, 256, 64, 8, 3, False),
-        MatmulTile(128, 256, 64, 8, 4, False),
-        MatmulTile(256, 128, 64, 8, 3, False),
-    ):
-        use(tile)
-        row(str(tile), [attempt(timer, products.einsum(b, backend)) for b in (128, 512, 4096)])
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 4096)
+    print("wo_a dense, b", sizes)
+    row("dense", [attempt(timer, products.einsum(b, backend)) for b in sizes])
 
 
 def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
@@ -289,8 +256,6 @@ def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
             narrow = backend.for_live_heads(live)
             times = [timer(calls.op(s, narrow)) for s in sizes]
             row(f"{live} live heads, extra {nbytes} B", times)
-    times = [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
-    row("prefill 640, s_q 128 1024 4096", times)
     products = Products()
     products.keep(backend)
     sizes = (1, 16, 64, 128, 512, 4096)
@@ -299,6 +264,8 @@ def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
     row("torch.bmm bf16", [timer(products.bmm(b)) for b in sizes])
     for n, k in products.linear_w:
         row(f"linear {n} x {k}", [timer(products.linear(b, n, k, backend)) for b in sizes])
+    times = [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
+    row("prefill 640, s_q 128 1024 4096", times)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from triton_cases import Call
 
 import reference.linear
 from megabench.backends.torch_eager import TorchBackend
+from megabench.backends.triton import attention
 from megabench.backends.triton.backend import TritonBackend
 from megabench.quant import (
     alloc_mega_attn_output,
@@ -140,6 +141,15 @@ def prefill_patterns() -> float:
     return max(prefill(s_q=4, pattern=pattern) for pattern in PATTERNS)
 
 
+def prefill_plain() -> float:
+    """The kernel of other architectures, on this one."""
+    limit, attention.SM90_PREFILL_HEADS = attention.SM90_PREFILL_HEADS, 1000
+    try:
+        return max(prefill(s_q=s_q, lens=(0, 1, 64, 127, 640, 500)) for s_q in (7, 300))
+    finally:
+        attention.SM90_PREFILL_HEADS = limit
+
+
 def far_pages() -> float:
     """A pool whose last pages lie beyond 2^31 bytes."""
     one = call(s_q=5, topk=128, extra=0)
@@ -155,6 +165,13 @@ def far_pages() -> float:
 
 
 def repeats() -> float:
+    rows = call(s_q=200, topk=640, extra=0)
+    workspace = rows.workspace()
+    first = [t.clone() for t in rows.prefill(TritonBackend(), workspace)]
+    for _ in range(200):
+        again = rows.prefill(TritonBackend(), workspace)
+        if equal(*zip(first[:1] + first[2:], again[:1] + again[2:], strict=True)):
+            return float("inf")
     for s_q in (1, 33, 200):
         one = call(s_q=s_q, extra_bytes=288)
         first = [t.clone() for t in one.decode(TritonBackend())]
@@ -380,6 +397,7 @@ CHECKS: dict[str, Check] = {
     "graph replay": graph_replay,
     "prefill": prefill_sweep,
     "prefill patterns": prefill_patterns,
+    "prefill plain": prefill_plain,
     "inserts": inserts,
     "gathers": gathers,
     "index ops": index_ops,

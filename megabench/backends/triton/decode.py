@@ -14,7 +14,7 @@ import triton.language as tl
 
 from megabench.backends.triton.bits import loop_bound
 from megabench.backends.triton.epilogue import natural_lse, normalizer, store_output
-from megabench.backends.triton.pages import prefetch_rows, row_offsets, slots_of
+from megabench.backends.triton.pages import row_offsets, slots_of
 from megabench.backends.triton.query import load_query, score_scale
 from megabench.backends.triton.tiles import NEG_INF, attend_tile, mxfp8_tile, nvfp4_tile
 
@@ -76,8 +76,6 @@ def decode_kernel(
     HAS_EXTRA_LEN: tl.constexpr,
     HAS_SINK: tl.constexpr,
     Q_NORM: tl.constexpr,
-    PREFETCH: tl.constexpr,
-    PREFETCH_EXTRA: tl.constexpr,
     EMULATE: tl.constexpr,
     FP8_CVT: tl.constexpr,
 ):
@@ -99,33 +97,6 @@ def decode_kernel(
     last = tl.minimum(first + share, total)
     end = tl.minimum(last, tiles)
     extra_first, extra_end = tl.maximum(first - tiles, 0), last - tiles
-    if PREFETCH:
-        prefetch_rows(
-            kv_ptr,
-            index_row,
-            first * N,
-            tl.minimum(end * N, count),
-            pool,
-            page_stride,
-            PAGE,
-            DATA_PITCH,
-            DATA_PITCH,
-            PREFETCH,
-        )
-        if HAS_EXTRA:
-            prefetch_rows(
-                extra_ptr,
-                extra_row,
-                extra_first * N,
-                tl.minimum(extra_end * N, extra_count),
-                extra_pool,
-                extra_page_stride,
-                EXTRA_PAGE,
-                EXTRA_DATA_PITCH,
-                EXTRA_DATA_PITCH,
-                PREFETCH_EXTRA,
-            )
-
     q, squares = load_query(
         q_ptr + token * q_stride, first_head, position, cos_sin_ptr, HEADS, 0, H, 512, EMULATE
     )

@@ -1,10 +1,11 @@
 """Products of exactly dequantized fp8 operands: the wq_b and wo_b linears and the wo_a einsum.
 
-Operands become bf16 in registers (exact: a code times a power of two); dots accumulate in float32.
-With few tokens the weight tile is the left operand, so that the tile's long
+Activations become bf16 once, by their own launch, since every tile of the weight reads them again.
+Weights stay e4m3 in memory and become bf16 in registers (exact: a code times a power of two); dots
+accumulate in float32. With few tokens the weight tile is the left operand, so that the tile's long
 side is the weight's and a token costs no padding beyond 16; the loop is then bound by the weight's
-bytes. With many tokens the token tile is the left operand, and a weight that `prepare` dequantized
-is read as bf16.
+bytes. With many tokens, where arithmetic binds, the bf16 weight that `prepare` kept goes to the
+vendor's library.
 """
 
 # Kernels are untyped: Triton's tensors have no Python types.
@@ -31,15 +32,20 @@ from megabench.backends.triton.bits import (
 )
 from megabench.backends.triton.target import Target, target_of
 from megabench.backends.triton.tiles import e4m3_times, spread, ue8m0_to_bf16
-from megabench.formats import QUANT_GROUP
+from megabench.formats import QUANT_GROUP, round_up
 
 ROUND_TRIP_COLUMNS = 1024
 SKINNY_TOKENS = 64
 """Up to here the weight tile is the left operand."""
+PROGRAMS_PER_SM = 2
+MIN_SPLIT_COLUMNS = 512
+"""Columns below which a share of the reduction is not worth its partial sums."""
+REDUCE_COLUMNS = 512
 DEQUANTIZE_ROWS = 8
 DEQUANTIZE_COLUMNS = 1024
-DENSE_TOKENS = 256
-"""From here a bf16 form of the weight is read instead, where `prepare` made one."""
+DENSE_TOKENS = 64
+"""From here a product is bound by arithmetic, and one of bf16 operands is faster, if `prepare` made
+the weight's bf16 form."""
 
 
 @dataclass(frozen=True)
@@ -52,19 +58,25 @@ class MatmulTile:
     warps: int
     stages: int
     weight_left: bool
+    splits: int = 1
+    """Shares of the reduction, summed in order by a second launch."""
 
 
-def matmul_tile(tokens: int, groups: int, rows: int, dense: bool, target: Target) -> MatmulTile:
-    """A tile for `tokens` tokens against `groups` weights of `rows` rows, dense (bf16) or e4m3."""
+def matmul_tile(tokens: int, groups: int, rows: int, k: int, target: Target) -> MatmulTile:
+    """A tile for `tokens` tokens against `groups` weights of `rows` rows and k columns.
+
+    A program with few tokens is bound by the latency of its own steps, so the reduction is split
+    until PROGRAMS_PER_SM of them share a multiprocessor.
+    """
     if target.emulate:  # few, large steps: the interpreter pays per operation
-        return MatmulTile(64, 128, 512, 1, 1, tokens <= SKINNY_TOKENS)
-    if tokens <= SKINNY_TOKENS:
-        wide = max(16, triton.next_power_of_2(tokens))
-        few = groups * triton.cdiv(rows, 64) < 2 * target.multiprocessors
-        return MatmulTile(wide, 32 if few else 64, 256, 4, 3, True)
-    if dense:
-        return MatmulTile(128, 256, 64, 8, 3, False)
-    return MatmulTile(128, 128, 128, 8, 3, False)
+        return MatmulTile(64, 128, 512, 1, 1, tokens <= SKINNY_TOKENS, 2 if k >= 2048 else 1)
+    if tokens > SKINNY_TOKENS:
+        return MatmulTile(128, 128, 128, 8, 3, False)
+    wide = max(16, int(triton.next_power_of_2(tokens)))
+    programs = groups * round_up(rows, 64) // 64
+    wanted = PROGRAMS_PER_SM * target.multiprocessors // programs
+    splits = max(1, min(wanted, k // MIN_SPLIT_COLUMNS))
+    return MatmulTile(wide, 64, 256, 4, 3, True, splits)
 
 
 @triton.jit
@@ -80,15 +92,6 @@ def round_trip_kernel(
     code = f32_to_e4m3(blocks * inverse_ue8m0(byte)[:, None], FP8_CVT)
     value = tl.reshape(e4m3_to_f32(code) * ue8m0_to_f32(byte)[:, None], (COLUMNS,))
     tl.store(out_ptr + row * K + column, f32_to_bf16(value, EMULATE), mask=column < K)
-
-
-@triton.jit
-def _plain(ptr, row, rows, row_stride, step, K, COLUMNS: tl.constexpr, EMULATE: tl.constexpr):
-    """Operand [rows of `row`, COLUMNS] at columns step*COLUMNS.. of a bf16 matrix."""
-    column = step * COLUMNS + tl.arange(0, COLUMNS)
-    place = row.to(tl.int64)[:, None] * row_stride + column[None, :]
-    mask = (row < rows)[:, None] & (column < K)[None, :]
-    return bf16_operand(tl.load(ptr + place, mask=mask, other=0.0), EMULATE)
 
 
 @triton.jit
@@ -171,12 +174,8 @@ def dequantize_kernel(
 @triton.jit(do_not_specialize=["T"])
 def matmul_kernel(
     x_ptr,
-    x_scale_ptr,
     x_row_stride,
     x_group_stride,
-    x_scale_row,
-    x_scale_word,
-    x_scale_group,
     w_ptr,
     w_scale_ptr,
     w_row_stride,
@@ -187,6 +186,7 @@ def matmul_kernel(
     out_ptr,
     out_row_stride,
     out_group_stride,
+    partial_ptr,
     T,
     D,
     K,
@@ -194,97 +194,107 @@ def matmul_kernel(
     BD: tl.constexpr,
     BK: tl.constexpr,
     WEIGHT_LEFT: tl.constexpr,
-    X_BF16: tl.constexpr,
-    W_BF16: tl.constexpr,
+    SPLITS: tl.constexpr,
     EMULATE: tl.constexpr,
 ):
-    """out[t, g, d] = sum over r of x[t, g, r] * w[g, d, r]; a bf16 operand has no scales."""
+    """out[t, g, d] = sum over r of x[t, g, r] * w[g, d, r] of bf16 x and e4m3 w; with SPLITS the
+    float32 sums of each share go to partial [SPLITS, G, T, D] instead."""
     group = tl.program_id(1).to(tl.int64)
     d_tiles = tl.cdiv(D, BD)
     t = tl.program_id(0) // d_tiles * BT + tl.arange(0, BT)
     d = tl.program_id(0) % d_tiles * BD + tl.arange(0, BD)
-    x_ptr += group * x_group_stride
+    x_row = x_ptr + group * x_group_stride + t.to(tl.int64)[:, None] * x_row_stride
     w_ptr += group * w_group_stride
-    x_scale_ptr += group * x_scale_group
     w_scale_ptr += group * w_scale_group
     acc = tl.zeros((BD, BT) if WEIGHT_LEFT else (BT, BD), tl.float32)
-    for step in range(0, loop_bound(tl.cdiv(K, BK), EMULATE)):
-        if W_BF16:
-            w = _plain(w_ptr, d, D, w_row_stride, step, K, BK, EMULATE)
-        else:
-            w = _dequantized(
-                w_ptr,
-                w_scale_ptr,
-                d,
-                D,
-                w_row_stride,
-                w_scale_row,
-                w_scale_word,
-                step,
-                K,
-                BD,
-                BK,
-                EMULATE,
-            )
-        if X_BF16:
-            x = _plain(x_ptr, t, T, x_row_stride, step, K, BK, EMULATE)
-        else:
-            x = _dequantized(
-                x_ptr,
-                x_scale_ptr,
-                t,
-                T,
-                x_row_stride,
-                x_scale_row,
-                x_scale_word,
-                step,
-                K,
-                BT,
-                BK,
-                EMULATE,
-            )
+    steps = tl.cdiv(K, BK)
+    share = tl.cdiv(steps, SPLITS)
+    first = tl.program_id(2) * share
+    last = tl.minimum(first + share, steps)
+    for step in range(loop_bound(first, EMULATE), loop_bound(last, EMULATE)):
+        w = _dequantized(
+            w_ptr,
+            w_scale_ptr,
+            d,
+            D,
+            w_row_stride,
+            w_scale_row,
+            w_scale_word,
+            step,
+            K,
+            BD,
+            BK,
+            EMULATE,
+        )
+        column = step * BK + tl.arange(0, BK)
+        mask = (t < T)[:, None] & (column < K)[None, :]
+        x = bf16_operand(tl.load(x_row + column[None, :], mask=mask, other=0.0), EMULATE)
         if WEIGHT_LEFT:
             acc = dot(w, tl.trans(x), acc, EMULATE)
         else:
             acc = dot(x, tl.trans(w), acc, EMULATE)
     if WEIGHT_LEFT:
         acc = tl.trans(acc)
-    place = t.to(tl.int64)[:, None] * out_row_stride + group * out_group_stride + d[None, :]
-    tl.store(out_ptr + place, f32_to_bf16(acc, EMULATE), mask=(t < T)[:, None] & (d < D)[None, :])
+    mask = (t < T)[:, None] & (d < D)[None, :]
+    row = t.to(tl.int64)[:, None]
+    if SPLITS == 1:
+        place = row * out_row_stride + group * out_group_stride + d[None, :]
+        tl.store(out_ptr + place, f32_to_bf16(acc, EMULATE), mask=mask)
+    else:
+        part = (tl.program_id(2) * tl.num_programs(1) + group) * T
+        tl.store(partial_ptr + (part + row) * D + d[None, :], acc, mask=mask)
 
 
-def _scale_arguments(scale: torch.Tensor | None) -> tuple[int, int, int]:
-    """Strides from row to row, word to word and group to group of int32 [G, rows, words]."""
-    return (0, 0, 0) if scale is None else (scale.stride(1), scale.stride(2), scale.stride(0))
+@triton.jit(do_not_specialize=["T"])
+def reduce_kernel(
+    partial_ptr,
+    out_ptr,
+    out_row_stride,
+    out_group_stride,
+    T,
+    D,
+    SPLITS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    EMULATE: tl.constexpr,
+):
+    """out[t, g, d] = sum of partial [SPLITS, G, T, D] over its first dim, in order."""
+    t, group = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        part = (split * tl.num_programs(2) + group) * T + t
+        total += tl.load(partial_ptr + part * D + d, mask=d < D, other=0.0)
+    place = t * out_row_stride + group * out_group_stride + d
+    tl.store(out_ptr + place, f32_to_bf16(total, EMULATE), mask=d < D)
 
 
 def _launch(
-    x: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    w: torch.Tensor,
-    w_scale: torch.Tensor | None,
-    out: torch.Tensor,
-    target: Target,
+    x: torch.Tensor, w: torch.Tensor, w_scale: torch.Tensor, out: torch.Tensor, target: Target
 ) -> None:
-    """out [G, T, D] of x [G, T, K] and w [G, D, K], each bf16 without scales, or e4m3 with int32
-    words of ue8m0 bytes [G, rows, K/128]; any strides but the last."""
+    """out [G, T, D] of bf16 x [G, T, K] and e4m3 w [G, D, K] with int32 words of ue8m0 bytes
+    [G, D, K/128]; any strides but the last of x, w and out."""
     groups, tokens, k = x.shape
     rows = w.shape[1]
-    tile = matmul_tile(tokens, groups, rows, w_scale is None, target)
-    matmul_kernel[(triton.cdiv(tokens, tile.tokens) * triton.cdiv(rows, tile.rows), groups)](
-        x if x_scale is None else x.view(torch.uint8),
-        out if x_scale is None else x_scale,
+    tile = matmul_tile(tokens, groups, rows, k, target)
+    tiles = triton.cdiv(tokens, tile.tokens) * triton.cdiv(rows, tile.rows)
+    partial = out
+    if tile.splits > 1:
+        partial = out.new_empty((tile.splits, groups, tokens, rows), dtype=torch.float32)
+    matmul_kernel[(tiles, groups, tile.splits)](
+        x,
         x.stride(1),
         x.stride(0),
-        *_scale_arguments(x_scale),
-        w if w_scale is None else w.view(torch.uint8),
-        out if w_scale is None else w_scale,
+        w.view(torch.uint8),
+        w_scale,
         w.stride(1),
         w.stride(0),
-        *_scale_arguments(w_scale),
+        w_scale.stride(1),
+        w_scale.stride(2),
+        w_scale.stride(0),
         out,
         out.stride(1),
         out.stride(0),
+        partial,
         tokens,
         rows,
         k,
@@ -292,12 +302,24 @@ def _launch(
         BD=tile.rows,
         BK=tile.columns,
         WEIGHT_LEFT=tile.weight_left,
-        X_BF16=x_scale is None,
-        W_BF16=w_scale is None,
+        SPLITS=tile.splits,
         EMULATE=target.emulate,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
+    if tile.splits > 1:
+        reduce_kernel[(tokens, triton.cdiv(rows, REDUCE_COLUMNS), groups)](
+            partial,
+            out,
+            out.stride(1),
+            out.stride(0),
+            tokens,
+            rows,
+            SPLITS=tile.splits,
+            COLUMNS=REDUCE_COLUMNS,
+            EMULATE=target.emulate,
+            num_warps=4,
+        )
 
 
 def _row_words(scale: torch.Tensor) -> torch.Tensor:
@@ -330,8 +352,10 @@ def linear(
         FP8_CVT=target.fp8_cvt,
         num_warps=4,
     )
-    weight, scale = _chosen(w[None], _row_words(sw)[None], dense, tokens)
-    _launch(rounded[None], None, weight, scale, out[None], target)
+    if dense is None or tokens < DENSE_TOKENS:
+        _launch(rounded[None], w[None], _row_words(sw)[None], out[None], target)
+    else:
+        _dense_product(rounded[None], dense[None], out[None])
     return out
 
 
@@ -347,13 +371,11 @@ def fp8_einsum(
     if x.shape[0] == 0:
         return
     target = target_of(x.device)
-    by_group, scale_by_group = x.transpose(0, 1), x_scale.transpose(0, 1)
-    weight, scale = _chosen(w, w_scale, dense, x.shape[0])
-    if scale is None:
-        plain = _dequantize(by_group, scale_by_group, target)
-        _launch(plain, None, weight, None, out.transpose(0, 1), target)
+    operand = _dequantize(x.transpose(0, 1), x_scale.transpose(0, 1), target)
+    if dense is None or x.shape[0] < DENSE_TOKENS:
+        _launch(operand, w, w_scale, out.transpose(0, 1), target)
     else:
-        _launch(by_group, scale_by_group, weight, scale, out.transpose(0, 1), target)
+        _dense_product(operand, dense, out.transpose(0, 1))
 
 
 def _dequantize(x: torch.Tensor, x_scale: torch.Tensor, target: Target) -> torch.Tensor:
@@ -367,7 +389,9 @@ def _dequantize(x: torch.Tensor, x_scale: torch.Tensor, target: Target) -> torch
         x_scale,
         x.stride(1),
         x.stride(0),
-        *_scale_arguments(x_scale),
+        x_scale.stride(1),
+        x_scale.stride(2),
+        x_scale.stride(0),
         out,
         out.stride(1),
         out.stride(0),
@@ -381,10 +405,15 @@ def _dequantize(x: torch.Tensor, x_scale: torch.Tensor, target: Target) -> torch
     return out
 
 
-def _chosen(
-    w: torch.Tensor, scale: torch.Tensor, dense: torch.Tensor | None, tokens: int
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight as stored while its bytes bound the product, else its bf16 form where kept."""
-    if dense is None or tokens < DENSE_TOKENS:
-        return w, scale
-    return dense.view(w.shape), None
+def _dense_product(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> None:
+    """out [G, T, D] of bf16 x [G, T, K] and w [G, D, K] by the vendor's library.
+
+    Partial sums stay in float32: a split reduction may otherwise add them in bf16.
+    """
+    matmul = torch.backends.cuda.matmul
+    before = matmul.allow_bf16_reduced_precision_reduction
+    matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        torch.bmm(x, w.transpose(1, 2), out=out)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before

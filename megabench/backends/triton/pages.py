@@ -49,38 +49,3 @@ def slots_of(index_ptr, first, end, pool, N: tl.constexpr):
     slot = tl.load(index_ptr + entry, mask=entry < end, other=-1)
     valid = (slot >= 0) & (slot < pool)
     return tl.where(valid, slot, 0), valid
-
-
-@triton.jit
-def prefetch_rows(
-    cache_ptr,
-    index_ptr,
-    first,
-    end,
-    pool,
-    page_stride,
-    page_size,
-    data_pitch,
-    nbytes,
-    N: tl.constexpr,
-):
-    """Start bringing the records of entries first..end (N at a time) into L2: SM90 and later.
-
-    Every address must be a multiple of 16 bytes.
-    """
-    for start in range(first, end, N):
-        slot, valid = slots_of(index_ptr, start, end, pool, N)
-        data, _ = row_offsets(slot, page_stride, page_size, data_pitch, 0, 0)
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred named;
-            setp.ne.s32 named, $2, 0;
-            @named cp.async.bulk.prefetch.L2.global [$1], $3;
-            mov.u32 $0, 0;
-            }""",
-            "=r,l,r,r",
-            [(cache_ptr + data).to(tl.int64), valid.to(tl.int32), nbytes],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
