@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megabench.backends.sm90.nvrtc import bindings, check, load_function
-from megabench.formats import FP8, NVFP4, WV_GROUP_SIZE, KVRecord
 
 ENTRY, KERNEL = "decode.cu", "sm90_mega_decode"
 THREADS = 512
@@ -65,6 +64,7 @@ class DecodeKernel:
         self, device: torch.device, extra_fp4: bool, defines: tuple[str, ...] = ()
     ) -> None:
         self._driver, _ = bindings()
+        self._device = device
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes torch's context current
             self._function = load_function(
@@ -113,7 +113,7 @@ class DecodeKernel:
         config = self._configs.get(key)
         if config is None:
             config = self._configs[key] = self._config(ctas, split)
-        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
         argument = ctypes.c_void_p(ctypes.addressof(params))
         check(
             self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(argument), 0),
@@ -129,20 +129,48 @@ def decode_kernel(
     return DecodeKernel(torch.device("cuda", device_index), extra_fp4, defines)
 
 
+@cache
 def divisor(number: int) -> tuple[int, int]:
     """(magic, shift) with n // number == n * magic >> shift for 0 <= n < 2^31, magic < 2^32."""
     shift = 31 + (number - 1).bit_length()
     return (1 << shift) // number + 1, shift
 
 
-def _pool(params: Params, which: int, cache_: torch.Tensor, record: KVRecord) -> None:
-    blocks, page = cache_.shape[0], cache_.shape[1]
-    params.pool[which] = cache_.data_ptr()
-    params.page[which] = page
-    params.page_magic[which], params.page_shift[which] = divisor(page)
-    stride = cache_.stride(0) if blocks > 1 else page * record.nbytes
-    params.page_stride[which] = stride // 16
-    params.slots[which] = blocks * page
+class Source(NamedTuple):
+    """One cache and its index list, as the kernel addresses them; an absent one has no columns."""
+
+    pool: int | None = None
+    indices: int | None = None
+    lengths: int | None = None
+    page: int = 0
+    page_magic: int = 0
+    page_shift: int = 0
+    page_stride: int = 0
+    slots: int = 0
+    topk: int = 0
+    index_stride: int = 0
+
+
+def _source(
+    pool: torch.Tensor | None, indices: torch.Tensor | None, lengths: torch.Tensor | None
+) -> Source:
+    if pool is None or indices is None:
+        return Source()
+    blocks, page, stride = pool.shape[0], pool.shape[1], pool.stride(0)
+    if blocks == 1:
+        stride = page * pool.shape[-1]
+    columns, index_stride = indices.shape[1], indices.stride(0)
+    return Source(
+        pool.data_ptr(),
+        indices.data_ptr(),
+        _pointer(lengths),
+        page,
+        *divisor(page),
+        stride // 16,
+        blocks * page,
+        columns,
+        index_stride,
+    )
 
 
 def decode_params(
@@ -161,32 +189,38 @@ def decode_params(
     out_sf: torch.Tensor,
     lse: torch.Tensor,
 ) -> Params:
-    """The parameter block of one call whose arguments `serves` accepted."""
-    params = Params()
-    params.q, params.q_stride = q.data_ptr(), q.stride(0)
-    _pool(params, 0, kv, FP8)
-    params.indices[0], params.lengths[0] = indices.data_ptr(), _pointer(topk_length)
-    params.topk[0], params.index_stride[0] = indices.shape[1], indices.stride(0)
-    if extra_kv is not None and extra_indices is not None:
-        record = NVFP4 if extra_kv.shape[-1] == NVFP4.nbytes else FP8
-        _pool(params, 1, extra_kv, record)
-        params.indices[1], params.lengths[1] = extra_indices.data_ptr(), _pointer(extra_topk_length)
-        params.topk[1], params.index_stride[1] = extra_indices.shape[1], extra_indices.stride(0)
-    params.positions, params.cos_sin = token_positions.data_ptr(), cos_sin_cache.data_ptr()
-    params.sink = _pointer(attn_sink)
-    params.out, params.scales, params.lse = out_fp8.data_ptr(), out_sf.data_ptr(), lse.data_ptr()
-    params.scale_word, params.scale_group = out_sf.stride(2), out_sf.stride(1)
-    params.head_tiles = q.shape[1] // HEAD_TILE
-    params.items = q.shape[0] * params.head_tiles
-    params.scale_log2 = sm_scale * _LOG2E
-    return params
+    """The parameter block of one call that the kernel serves. Its split is set at the launch."""
+    swa = _source(kv, indices, topk_length)
+    extra = _source(extra_kv, extra_indices, extra_topk_length)
+    head_tiles = q.shape[1] // HEAD_TILE
+    return Params(
+        q.data_ptr(),
+        (swa.pool, extra.pool),
+        (swa.indices, extra.indices),
+        (swa.lengths, extra.lengths),
+        token_positions.data_ptr(),
+        cos_sin_cache.data_ptr(),
+        _pointer(attn_sink),
+        out_fp8.data_ptr(),
+        out_sf.data_ptr(),
+        lse.data_ptr(),
+        q.stride(0),
+        out_sf.stride(2),
+        out_sf.stride(1),
+        (swa.page, extra.page),
+        (swa.page_magic, extra.page_magic),
+        (swa.page_shift, extra.page_shift),
+        (swa.page_stride, extra.page_stride),
+        (swa.slots, extra.slots),
+        (swa.topk, extra.topk),
+        (swa.index_stride, extra.index_stride),
+        q.shape[0] * head_tiles,
+        head_tiles,
+        1,
+        sm_scale * _LOG2E,
+    )
 
 
 def blocks_of(params: Params) -> int:
     """Most blocks an item can have."""
     return sum(-(-int(topk) // BLOCK_ROWS) for topk in params.topk)
-
-
-def groups_of(q: torch.Tensor) -> int:
-    """wo_a groups of the padded heads."""
-    return q.shape[1] // WV_GROUP_SIZE
