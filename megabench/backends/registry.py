@@ -18,6 +18,8 @@ ENTRY_POINT_GROUP = "megabench.backends"
 AUTO = "auto"
 BUILT_IN: dict[str, str] = {
     "torch": "megabench.backends.torch_eager:TorchBackend",
+    "triton": "megabench.backends.triton.backend:TritonBackend",
+    "sm90": "megabench.backends.sm90.backend:Sm90Backend",
     "flashmla": "megabench.backends.flashmla:FlashmlaBackend",
 }
 """Name to spec, slowest first; `auto` takes the last supported one."""
