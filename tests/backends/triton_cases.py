@@ -32,8 +32,8 @@ def table(device: str | torch.device) -> Tensor:
 def paged_pool(
     rows: Tensor, used: Tensor, blocks: int, page: int, nbytes: int, layout: str, pad: int
 ) -> Tensor:
-    """uint8 [blocks, page, nbytes] holding `rows` [n, 512] in slots `used` [n] and poison elsewhere,
-    with `pad` bytes between pages."""
+    """uint8 [blocks, page, nbytes] with `rows` [n, 512] in slots `used` [n] and poison elsewhere,
+    `pad` bytes between pages included."""
     stride = page * nbytes + pad
     storage = torch.full((blocks * stride,), POISON, dtype=torch.uint8, device=rows.device)
     cache = storage.as_strided((blocks, page, nbytes), (stride, nbytes, 1))

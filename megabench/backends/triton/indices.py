@@ -39,7 +39,7 @@ def global_topk_kernel(
     page = tl.load(table_ptr + request * table_stride + block, mask=named, other=-1)
     slot = tl.where(named & (page >= 0), page * BLOCK_SIZE + row % BLOCK_SIZE, -1)
     tl.store(out_ptr + token * topk + column, slot, mask=column < topk)
-    tl.store(len_ptr + token, tl.sum((slot >= 0).to(tl.int32), axis=0))
+    tl.store(len_ptr + token, tl.sum((valid & (row >= 0)).to(tl.int32), axis=0))
 
 
 @triton.jit
