@@ -118,7 +118,8 @@ def _slower(change: Change, rule: TimeRule) -> Decision:
 
 def _is_faster(change: Change, rule: TimeRule) -> bool:
     large = change.relative <= -rule.relative and change.absolute_us <= -rule.absolute_us
-    return large and change.apart and (change.cycles is None or change.cycles <= -rule.relative)
+    sure = change.apart and change.room < rule.relative
+    return large and sure and (change.cycles is None or change.cycles <= -rule.relative)
 
 
 def judge_kernels(base: int, run: set[int], rule: KernelRule) -> Decision:
