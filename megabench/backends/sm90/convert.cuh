@@ -1,8 +1,8 @@
 // The converter warpgroup: quantized records -> bf16 tiles.
 //
-// Each warp owns 16 rows of every block, four of each step of P V, and stages them, two rows (a unit) at a time, through a
-// private ring of kUnits units filled by cp.async, which needs no registers and no barrier beyond
-// the warp. A masked row is staged as zeros.
+// Each warp owns 16 rows of every block, four of each step of P V, and stages them, two rows (a
+// unit) at a time, through a private ring of kUnits units filled by cp.async, which needs no
+// registers and no barrier beyond the warp. A masked row is staged as zeros.
 // Lane 8*g + 4*r + c holds dims 64*g + 16*c .. +15 of row 2*unit + r, and the same dims + 256.
 //
 // Column order: a conversion step yields the code pairs (0, 2) and (1, 3) of four neighbours. They

@@ -1,5 +1,5 @@
-// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores. Run by
-// the score warps, which would wait for the next tile otherwise. The output warps, idle longest,
+// The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores. Run
+// by the score warps, which would wait for the next tile otherwise. The output warps, idle longest,
 // bring the records into L2 (prefetches take long to issue).
 #pragma once
 
@@ -75,10 +75,11 @@ struct Cursor {
     if (slot_id >= pick(p.slots, extra)) return kNoRow;
     const u32 page = (u64)slot_id * pick(p.page_magic, extra) >> pick(p.page_shift, extra);
     return page * pick(p.page_stride, extra) +
-           (slot_id - page * pick(p.page, extra)) * ((kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16);
+           (slot_id - page * pick(p.page, extra)) *
+               ((kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16);
   }
 
-  // The first blocks: slot ids are copied into the ring, all at once, and turned into offsets there.
+  // The first blocks: slot ids are copied into the ring, all at once, and become offsets there.
   DEVICE void copy_ahead() {
     const int* from = next_index();
     if (from) copy4(offset_at(fetched), from);

@@ -1,14 +1,15 @@
-// Fused mega-attention decode for sm_90a: Q RoPE, sparse attention over quantized paged rows, inverse
-// RoPE and the per-32 FP8 cast, in one launch.
+// Fused mega-attention decode for sm_90a: Q RoPE, sparse attention over quantized paged rows,
+// inverse RoPE and the per-32 FP8 cast, in one launch.
 //
-// Work item: one token x 64 heads. A CTA is persistent over items (split 1), or a cluster of `split`
-// CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
+// Work item: one token x 64 heads. A CTA is persistent over items (split 1), or a cluster of
+// `split` CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
-//   convert  records -> staging ring (cp.async) -> bf16 tile                    TileFree  -> TileFull
-//   scores   Q (bulk copy, RoPE), S^T = K Q^T, softmax, P^T; slot ids -> offsets TileFull -> ProbsFull
-//   output 0 O[64 heads, dims 0..255]   += P V, then the epilogue               ProbsFull -> TileFree
-//   output 1 O[64 heads, dims 256..511] += P V, then the epilogue               ProbsFull -> TileFree
+//   convert   records -> staging ring (cp.async) -> bf16 tile              TileFree  -> TileFull
+//   scores    Q (bulk copy, RoPE), S^T = K Q^T, softmax, P^T;              TileFull  -> ProbsFull
+//             slot ids -> offsets of later blocks
+//   output 0  O[64 heads, dims 0..255]   += P V, then the epilogue         ProbsFull -> TileFree
+//   output 1  O[64 heads, dims 256..511] += P V, then the epilogue         ProbsFull -> TileFree
 //
 // TileFree is per 16 rows, so that conversion follows P V through a tile. An item's row sums
 // (Inverse) come from the score warps; ItemDone frees its cos/sin and sums.

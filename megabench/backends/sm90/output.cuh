@@ -1,8 +1,9 @@
 // The two output warpgroups: O = P V (256 dims each), and the epilogue from registers.
 //
-// Fragments: lane (row, col) of warp w holds heads 16w + row and 16w + row + 8. By the tile's column
-// order it owns dims 4*col .. +3 of every 16: RoPE pairs are local, the amax over 32 dims takes two
-// shuffles, and eight rows are one wo_a group, whose 32-dim chunk is 256 contiguous output bytes.
+// Fragments: lane (row, col) of warp w holds heads 16w + row and 16w + row + 8. By the tile's
+// column order it owns dims 4*col .. +3 of every 16: RoPE pairs are local, the amax over 32 dims
+// takes two shuffles, and eight rows are one wo_a group, whose 32-dim chunk is 256 contiguous bytes
+// of output.
 #pragma once
 
 #include "scores.cuh"
@@ -141,8 +142,8 @@ struct Output {
       }
     }
     const u64 probs = tile_descriptor<128>(smem + kSmemP, kTileGroup);
-    const u64 values =
-        tile_descriptor<128>(smem + kSmemKV + tile * kTileBytes + half * 4 * kTileGroup, kTileGroup);
+    const u64 values = tile_descriptor<128>(
+        smem + kSmemKV + tile * kTileBytes + half * 4 * kTileGroup, kTileGroup);
     const u32 free = smem + kBarTileFree + tile * kSteps * 8;
     pin(o[0]);
     pin(o[1]);
@@ -151,7 +152,8 @@ struct Output {
     for (int s = 0; s < kSteps; s++) {
       const u64 step = descriptor_step(s * kStep * 128);
       wgmma_m64n128(o[0], probs + step, values + step, s || !first);
-      wgmma_m64n128(o[1], probs + step, values + step + descriptor_step(2 * kTileGroup), s || !first);
+      wgmma_m64n128(o[1], probs + step, values + step + descriptor_step(2 * kTileGroup),
+                    s || !first);
       wgmma_commit();
       if (s > 0) {
         wgmma_wait<1>();
@@ -196,8 +198,8 @@ struct Output {
     return (kHeads / kWvGroup * rank + p.split - 1) / p.split;
   }
 
-  // Every CTA of the cluster owns some groups: it gets their partial outputs from all ranks in place
-  // of its Q and KV tiles ([group][chunk][rank] fragments of 1 KB), adds and finishes them.
+  // Every CTA of the cluster owns some groups: it gets their partial outputs from all ranks in
+  // place of its Q and KV tiles ([group][chunk][rank] fragments of 1 KB), adds and finishes them.
   DEVICE void reduce_over_cluster(int item, int rank) {
     const int split = p.split, group0 = first_group(rank), owned = first_group(rank + 1) - group0;
     cluster_sync();

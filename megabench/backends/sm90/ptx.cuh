@@ -77,9 +77,8 @@ template <int Pending> DEVICE void copy_wait() {
 // One thread copies `bytes` (a multiple of 16) and counts them on `bar`.
 DEVICE void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          dst),
-      "l"(src), "r"(bytes), "r"(bar)
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(dst), "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
 DEVICE void bulk_prefetch_l2(const void* p, u32 bytes) {

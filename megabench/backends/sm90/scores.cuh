@@ -1,8 +1,8 @@
 // The score warpgroup: Q load and RoPE, S^T = K Q^T, softmax, P^T.
 //
 // KV rows lie along M, so a row mask is local to a lane and P^T needs no transpose. The softmax
-// reference of a head is raised only when a score passes it by 2^kRaiseAbove, decided by one barrier
-// a block: the common path has no maximum across lanes, and the output is rarely rescaled.
+// reference of a head is raised only when a score passes it by 2^kRaiseAbove, which one barrier a
+// block decides: the common path has no maximum across lanes, and the output is rarely rescaled.
 #pragma once
 
 #include "cursor.cuh"
@@ -110,7 +110,8 @@ struct Scores {
   // x becomes log2 of each probability over the reference; raised references are published.
   DEVICE void reference(u32 block, bool fp4) {
     const u32 tile = block & 1;
-    const u32* offsets = (const u32*)(mem + kSmemOffsets) + block % kSlots * kBlock + 16 * warp + row;
+    const u32* offsets =
+        (const u32*)(mem + kSmemOffsets) + block % kSlots * kBlock + 16 * warp + row;
     const bool live0 = offsets[0] != kNoRow, live1 = offsets[8] != kNoRow;
     const float scale = fp4 ? p.scale_log2 * kFp4Up : p.scale_log2;
     const float bias = fp4 ? kFp4Shift : 0.f;
