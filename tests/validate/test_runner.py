@@ -39,6 +39,7 @@ STAGES = [
     "output_codes_prefill",
     "rounding_direction",
     "exact_output",
+    "holed_lists",
     "wo_a_einsum",
     "wo_b_linear",
     "layer_output",

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from megabench.validate.judgement import Judgement
-from megabench.validate.stages import attention, caches, exact, load, projection, query, selection
+from megabench.validate.stages import (
+    attention,
+    caches,
+    exact,
+    holes,
+    load,
+    projection,
+    query,
+    selection,
+)
 from megabench.validate.stages.attention import sign_test
 from megabench.validate.stages.evidence import Evidence
 from megabench.validate.stages.projection import tp_sum
@@ -19,6 +28,7 @@ JUDGES = (
     selection.gathered_rows,
     attention.attention,
     exact.exact_output,
+    holes.holed_lists,
     projection.wo_a,
     projection.wo_b,
     projection.layer_output,

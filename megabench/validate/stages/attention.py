@@ -54,7 +54,7 @@ class Slice:
 def attention(evidence: Evidence) -> list[Judgement]:
     """lse, max_logits, output scales and codes of each phase, padding tokens, rounding."""
     try:
-        found = merge(j for part in _slices(evidence) for j in _judge_slice(part))
+        found = merge(j for part in _slices(evidence) for j in judge_slice(part))
     except UnobservedError as why:
         return [missing("output_codes", why)]
     return sorted(found, key=lambda judgement: judgement.stage == ROUNDING)
@@ -112,7 +112,7 @@ def _slices(evidence: Evidence) -> Iterator[Slice]:
             )
 
 
-def _judge_slice(part: Slice) -> Iterable[Judgement]:
+def judge_slice(part: Slice) -> Iterable[Judgement]:
     golden, phase = part.golden, part.phase
     if part.lse is not None:
         yield _judge_logs(f"lse_{phase}", part, part.lse, golden.lse, golden.lse_bound)
