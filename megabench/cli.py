@@ -1,4 +1,4 @@
-"""The command line: list, validate, bench, gate, baseline, report, doctor.
+"""The command line: list, validate, bench, gate, baseline, repro, profile, report, doctor.
 
 Results go to stdout, progress and errors to stderr. Exit 0 when all is right, 1 when a case is
 wrong, 2 when the request itself is, 3 when the gate cannot decide; an error is one line and leaves
@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from megabench.cases import Case, CaseError, Suite, load_suite, nearest, packaged_suites
+from megabench.cli_evidence import profile, repro
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
+from megabench.cli_options import case_options, chosen_cases, continued, run_options
 from megabench.version import __version__
 
 if TYPE_CHECKING:
     from megabench.runs import Request
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 EXIT_WRONG, EXIT_USAGE, EXIT_INTERRUPTED = 1, 2, 130
 
 
@@ -47,47 +47,8 @@ def cli() -> None:
 
 cli.add_command(gate)
 cli.add_command(baseline)
-
-
-def case_options(command: Command) -> Command:
-    """Options that choose cases."""
-    for option in (
-        click.option("--seed", type=click.IntRange(min=0), help="Seed of all cases' inputs."),
-        click.option("--case", "pattern", default="*", help="Glob on case ids."),
-        click.option(
-            "--cases", "suite", metavar="FILE", help="Case file, or a packaged one's name."
-        ),
-    ):
-        command = option(command)
-    return command
-
-
-def run_options(command: Command) -> Command:
-    """Options of the commands that run cases."""
-    for option in (
-        click.option(
-            "--json", "as_json", is_flag=True, help="Result rows as JSON lines on stdout."
-        ),
-        click.option("--out", default="reports", metavar="DIR", help="Where run folders are made."),
-        click.option("--device", help="cpu, cuda or cuda:N; the first GPU by default, if any."),
-        click.option(
-            "--backend",
-            "backends",
-            default="auto",
-            metavar="NAME[,NAME]",
-            help="Backends by name, or package.module:attribute; auto takes the fastest here.",
-        ),
-    ):
-        command = option(command)
-    return case_options(command)
-
-
-def chosen_cases(name: str, pattern: str, seed: int | None) -> tuple[Suite, list[Case]]:
-    """The suite and its selected cases, `seed` put in place of their own."""
-    suite = load_suite(name)
-    if seed is not None:
-        suite = suite.reseeded(seed)
-    return suite, suite.select(pattern)
+cli.add_command(repro)
+cli.add_command(profile)
 
 
 @cli.command("list")
@@ -130,11 +91,24 @@ def _described(case: Case) -> dict[str, Any]:
 
 @cli.command()
 @run_options
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Worker processes: a GPU each, or all on the CPU.",
+)
+@click.option(
+    "--dump",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Keep the tensors of failing cases as safetensors.",
+)
 def validate(**options: Any) -> None:
     """Compare every stage of every case with the golden model; exit 1 when any is wrong."""
-    from megabench.runs import validate_cases
+    from megabench.session import validate_cases
 
-    sys.exit(validate_cases(_request("validate", "ci", **options)))
+    sys.exit(validate_cases(_request("validate", "ci", **continued(options))))
 
 
 @cli.command()
@@ -149,8 +123,13 @@ def bench(
     **options: Any,
 ) -> None:
     """Check, then time, every op and the whole step; ends with the path of an HTML report."""
-    from megabench.runs import bench_cases
+    from megabench.session import bench_cases
 
+    if options["resume"] is not None:
+        if processes is not None or baseline is not None:
+            raise click.UsageError("--resume continues one process; not with --processes or --gate")
+        options = continued({"no_validate": no_validate, **options})
+        no_validate = options.pop("no_validate")
     request = _request("bench", None, **options)
     if processes is None and baseline is None:
         sys.exit(bench_cases(request, check=not no_validate))
@@ -169,15 +148,36 @@ def _request(
     device: str | None,
     out: str,
     as_json: bool,
+    resume: Path | None,
+    limit_s: float,
+    no_isolate: bool,
+    jobs: int = 1,
+    dump: Path | None = None,
 ) -> Request:
     """The run asked for, with device, cases, models and backends found; nothing is written yet."""
-    from megabench.runs import Request, find_device, resolve_backends, suite_for
+    from megabench.runs import Request, check_workers, find_device, resolve_backends, suite_for
 
     where = find_device(device)
+    check_workers(jobs, where)
+    if jobs > 1 and no_isolate:
+        raise click.UsageError("--jobs needs worker processes; not with --no-isolate")
     loaded, cases = chosen_cases(suite or default_suite or suite_for(where), pattern, seed)
     names = [name.strip() for name in backends.split(",")]
     found = resolve_backends(names, cases, where)
-    return Request(command, loaded, cases, found, where, out, seed, as_json)
+    return Request(
+        command=command,
+        suite=loaded,
+        cases=cases,
+        backends=found,
+        device=where,
+        out=out,
+        seed=seed,
+        as_json=as_json,
+        resume=resume,
+        limit_s=None if no_isolate else limit_s,
+        workers=jobs,
+        dump=dump,
+    )
 
 
 @cli.command()
@@ -228,10 +228,11 @@ def main() -> None:
     except Exception as error:
         from megabench.backends import BackendError
         from megabench.geometry import GeometryError
+        from megabench.isolate import WorkerError
         from megabench.results import StoreError
         from megabench.runs import RunError
 
-        if not isinstance(error, BackendError | GeometryError | StoreError | RunError):
+        if not isinstance(error, (BackendError, GeometryError, StoreError, RunError, WorkerError)):
             raise
         _fail(str(error))
 

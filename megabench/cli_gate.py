@@ -149,6 +149,8 @@ def bench_processes(
     if request.seed is not None:
         arguments += ["--seed", str(request.seed)]
     arguments += ["--no-validate"] * no_validate + ["--json"] * request.as_json
+    limit = request.limit_s
+    arguments += ["--no-isolate"] if limit is None else ["--timeout", f"{limit:g}"]
     count = processes or rules.processes
     bench = Processes(
         folder=new_folder(Path(request.out), count),

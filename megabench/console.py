@@ -56,18 +56,22 @@ class Watch:
     ) -> None:
         self._progress.stop()
 
-    def __call__(self, row: CaseResult) -> None:
-        """Show one row."""
+    def count(self, row: CaseResult) -> None:
+        """Take a row into the summary."""
         self.counts[row.status] += 1
         if row.status == "skipped":
             self.reasons[row.reason] += 1
+        self._progress.update(self._task, advance=1, description=escape(row.case_id))
+
+    def __call__(self, row: CaseResult) -> None:
+        """Show one row."""
+        self.count(row)
         if self.as_json:
             click.echo(row.model_dump_json())
         console = self._progress.console
         if row.status not in _QUIET or not console.is_terminal:
             text = f"[{_STYLE[row.status]}]{row.status:8}[/] {escape(_line(row))}"
             console.print(text, soft_wrap=True, highlight=False)
-        self._progress.update(self._task, advance=1, description=escape(row.case_id))
 
     def summary(self) -> list[str]:
         """Counts by status, then each reason for skipping once."""

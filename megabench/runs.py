@@ -1,39 +1,24 @@
-"""Runs of many cases: everything is checked first, then a folder is opened and rows are written."""
+"""A run as asked for: device, cases, models and backends are checked before anything is written."""
 
 from __future__ import annotations
 
-import shlex
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 import torch
 
 from megabench.backends import BackendError, Support, choose_backend, get_backend
 from megabench.cases import Case, Suite, nearest
-from megabench.console import Watch
 from megabench.formats import PAGE_LAYOUTS
 from megabench.geometry import Geometry
 from megabench.results import (
     BackendInfo,
-    RunEnd,
-    RunFolder,
-    StageResult,
-    capture_environment,
-    make_header,
     read_run,
 )
-from megabench.results.store import RESULTS, now
+from megabench.results.store import RESULTS
 
-if TYPE_CHECKING:
-    from megabench.validate import Store
-
-INTERRUPTED = 130
 _REPORT = "report.html"
 
 
@@ -57,6 +42,15 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
+def check_workers(workers: int, device: torch.device) -> None:
+    """RunError unless there are devices for that many workers."""
+    if workers > 1 and device.type == "cuda":
+        if device.index is not None:
+            raise RunError(f"--jobs {workers}: not beside --device {device}; say --device cuda")
+        if workers > torch.cuda.device_count():
+            raise RunError(f"--jobs {workers}: torch sees {torch.cuda.device_count()} CUDA devices")
+
+
 def suite_for(device: torch.device) -> str:
     """The packaged case file for a device: by name for an H200, by family for Blackwell."""
     if device.type == "cpu":
@@ -78,12 +72,21 @@ class Request:
     out: str
     seed: int | None
     as_json: bool
+    resume: Path | None = None
+    """A run to continue, in place of a new one."""
+    limit_s: float | None = None
+    """Seconds a case may take in a worker process; None runs all in this one."""
+    workers: int = 1
+    """A GPU each, or all on the CPU."""
+    dump: Path | None = None
+    """Where the tensors of failing cases go."""
 
-    def repro(self, case: Case, backend: str) -> str:
-        """The command that runs one case on one backend as this run did."""
-        words = ["megabench", self.command, "--cases", self.suite.source, "--case", case.id]
-        words += ["--backend", backend, "--device", str(self.device)]
-        return shlex.join(words if self.seed is None else [*words, "--seed", str(self.seed)])
+    @property
+    def devices(self) -> list[str]:
+        """A device for each worker."""
+        if self.workers == 1 or self.device.type == "cpu":
+            return [str(self.device)] * self.workers
+        return [f"cuda:{index}" for index in range(self.workers)]
 
 
 def resolve_backends(names: Sequence[str], cases: list[Case], device: torch.device) -> list[str]:
@@ -103,9 +106,9 @@ def resolve_backends(names: Sequence[str], cases: list[Case], device: torch.devi
 def _backend_name(name: str, geometry: Geometry, case: Case, device: torch.device) -> str:
     if name == "auto":
         chosen, refused = choose_backend(geometry, device, case.record, case.page_layout)
-        _say(f"backend {chosen} on {device}")
+        say(f"backend {chosen} on {device}")
         for other, reason in refused.items():
-            _say(f"not {other}: {reason}")
+            say(f"not {other}: {reason}")
         return chosen
     problems = []
     for layout in PAGE_LAYOUTS:
@@ -152,101 +155,6 @@ def backend_infos(names: Sequence[str], device: torch.device) -> list[BackendInf
     return infos
 
 
-@contextmanager
-def _opened(request: Request) -> Iterator[tuple[RunFolder, Watch]]:
-    """The run's folder with its header written, and its progress; always ended, even by Ctrl-C."""
-    planned = len(request.cases) * len(request.backends)
-    environment = capture_environment(
-        request.device, backend_infos(request.backends, request.device)
-    )
-    header = make_header(
-        request.command,
-        sys.argv[1:],
-        environment,
-        suite=request.suite.source,
-        seed=request.seed,
-        planned=planned,
-    )
-    started, code = time.perf_counter(), 0
-    with RunFolder.create(request.out, request.command) as folder:
-        folder.append(header)
-        watch = Watch(planned, request.as_json)
-        try:
-            with watch:
-                yield folder, watch
-        except KeyboardInterrupt:
-            code = INTERRUPTED
-            _say("interrupted; the rows so far are kept")
-        code = code or int(watch.counts["failed"] + watch.counts["error"] > 0)
-        folder.append(
-            RunEnd(
-                finished=now(),
-                seconds=time.perf_counter() - started,
-                rows=folder.cases_written,
-                exit_code=code,
-            )
-        )
-        for line in watch.summary():
-            _say(line)
-
-
-def validate_cases(request: Request) -> int:
-    """Validate cases against the golden model -> exit code."""
-    from megabench.validate import run_validate
-
-    with _opened(request) as (folder, watch):
-        run_validate(
-            request.cases,
-            request.backends,
-            request.device,
-            folder,
-            watch,
-            source=request.suite.source,
-            seed=request.seed or 0,
-        )
-    _result(request, str(folder.results))
-    return _exit_code(folder.path)
-
-
-def bench_cases(request: Request, check: bool) -> int:
-    """Check (unless told not to) and time cases, write the report -> exit code."""
-    from megabench.bench.runner import BenchRun
-    from megabench.validate import Store
-
-    store = Store(request.device, layer_seed=request.seed or 0)
-    with _opened(request) as (folder, watch):
-        run = BenchRun(
-            folder=folder,
-            device=request.device,
-            suite=request.suite.name,
-            judge=_judge(store) if check else None,
-            repro=request.repro,
-            progress=watch,
-            layer_seed=store.layer_seed,
-            weights=(lambda workload: store.model(workload.case.model).checkpoint)
-            if check
-            else None,
-        )
-        run.run(request.cases, request.backends)
-    _result(request, str(write_html(folder.path)))
-    return _exit_code(folder.path)
-
-
-def _judge(store: Store) -> Callable[[Case, str, torch.device], list[StageResult]]:
-    from megabench.validate import Skipped, validate_case
-
-    def judge(case: Case, backend: str, device: torch.device) -> list[StageResult]:
-        try:
-            return validate_case(case, backend, device, store)
-        except Skipped as reason:  # it fits to be timed, but not beside the golden model
-            message = f"not validated: {reason}"
-            return [
-                StageResult(name="validate", ok=True, checked=0, verdict=False, message=message)
-            ]
-
-    return judge
-
-
 def latest_run(out: Path) -> Path:
     """The newest run folder under `out`; RunError when there is none."""
     runs = sorted(path.parent for path in out.glob(f"*/{RESULTS}"))
@@ -262,15 +170,6 @@ def write_html(folder: Path) -> Path:
     return write_report(read_run(folder), folder / _REPORT)
 
 
-def _exit_code(folder: Path) -> int:
-    end = read_run(folder).end
-    return end.exit_code if end else 1
-
-
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A line for a person, kept off stdout."""
     click.echo(text, err=True)
-
-
-def _result(request: Request, path: str) -> None:
-    """What the command made: on stdout, unless stdout is for JSON."""
-    click.echo(path, err=request.as_json)

@@ -159,8 +159,10 @@ def test_a_folder_that_cannot_be_written_is_exit_2(call: Call, tmp_path: Path) -
 
 
 def validate(call: Call, tmp_path: Path, *args: str) -> tuple[int, str, str]:
+    """`validate` in this process, which has the backends above; workers: test_isolate.py."""
+    out = str(tmp_path / "runs")
     return call(
-        "validate", "--cases", "smoke", "--device", "cpu", "--out", str(tmp_path / "runs"), *args
+        "validate", "--cases", "smoke", "--device", "cpu", "--no-isolate", "--out", out, *args
     )
 
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -23,13 +25,26 @@ from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
 from megabench.bench.telemetry import make_probe
 from megabench.cases import Case
 from megabench.geometry import Geometry
-from megabench.results import CaseResult, Comparison, Measurement, RunFolder, StageResult, Status
+from megabench.results import CaseResult, Comparison, Measurement, Row, StageResult, Status
 from megabench.results.names import OP_ORDER
 from megabench.workload import Workload, build_weights, build_workload, obstacle
 
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
 """Validates a case on a named backend and a device against the golden model."""
 Progress = Callable[[CaseResult], None]
+
+
+class RowSink(Protocol):
+    """Where rows go: a run's folder, or a worker's way to one."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        ...
+
+    def append(self, row: Row) -> None: ...
+
+
 EMPTY = "an empty step has nothing to time"
 
 
@@ -40,7 +55,7 @@ class BenchRun:
     Construction measures the ceilings (cached in the folder) and pins the CPU's threads.
     """
 
-    folder: RunFolder
+    folder: RowSink
     device: torch.device
     suite: str
     judge: Judge | None = None

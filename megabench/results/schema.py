@@ -17,6 +17,9 @@ SCHEMA_VERSION = 1
 Status = Literal["passed", "failed", "skipped", "error", "measured"]
 Column = Literal["cold", "warm", "eager", "cpu"]
 StopReason = Literal["target", "plateau", "timeout", "max_samples"]
+Cause = Literal["crash", "exit", "timeout", "out_of_memory", "device", "output"]
+"""How a case's worker process came to its end: a signal, leaving by itself or by raising SystemExit
+or KeyboardInterrupt, the time limit, memory, a device left unusable, too much output."""
 
 
 class _Model(BaseModel):
@@ -196,6 +199,10 @@ class CaseResult(_Model):
     """Wall time the case took, set-up included."""
     repro: str = ""
     """A command that runs this case alone."""
+    cause: Cause | None = None
+    """For an error that cost the case's process; None for one that was only raised."""
+    output: str = ""
+    """With a cause: the end of what that process wrote to stdout and stderr."""
 
 
 class Comparison(_Model):

@@ -6,11 +6,13 @@ and reports. A bad line anywhere else is an error: silence there would hide resu
 
 from __future__ import annotations
 
+import fcntl
 import os
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
+from typing import BinaryIO
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -37,6 +39,7 @@ class RunFolder:
         self.results = path / RESULTS
         self.cases_written = 0
         self._file = self.results.open("ab")
+        _lock(self._file, self.results)
 
     @classmethod
     def create(cls, out: str | Path, command: str) -> RunFolder:
@@ -59,6 +62,26 @@ class RunFolder:
                 raise StoreError(f"--out {root}: cannot be written ({error.strerror})") from error
         raise StoreError(f"--out {root}: holds a thousand runs of this second")
 
+    @classmethod
+    def reopen(cls, path: str | Path) -> tuple[RunFolder, Run]:
+        """Continue a run that was cut short -> the folder and the rows it has.
+
+        A torn last line is cut off. StoreError when there is no run, it cannot be written, or
+        another process is writing it.
+        """
+        root = Path(path)
+        read_run(root)  # before opening makes a file where there is no run
+        try:
+            folder = cls(root)
+            _mend(folder.results)
+        except StoreError:
+            raise
+        except OSError as error:
+            raise StoreError(f"{root}: {error.strerror or error}") from error
+        run = read_run(root)
+        folder.cases_written = len(run.cases)
+        return folder, run
+
     def append(self, row: Row) -> None:
         """Write one row as a line and force it to the disk."""
         self._file.write(row.model_dump_json().encode() + b"\n")
@@ -80,6 +103,32 @@ class RunFolder:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """Keep other processes from writing `path` while `file` is open, where the system can."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise StoreError(f"{path}: another process is writing it") from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def _mend(path: Path) -> None:
+    """Make the file end with a whole line: a torn one is cut off, a whole one gets its newline."""
+    data = path.read_bytes()
+    last = data.rpartition(b"\n")[2]
+    if not last:
+        return
+    try:
+        _ROW.validate_json(last)
+    except ValidationError:
+        os.truncate(path, len(data) - len(last))
+    else:
+        with path.open("ab") as file:
+            file.write(b"\n")
 
 
 @dataclass

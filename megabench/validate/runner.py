@@ -112,6 +112,8 @@ def _judge_rank(
         bind(layer, second)
         again = run_step(layer, backend, second, rank, POISONS[1])
         found += [canaries(again), repeatable(evidence, evidence_of(again))]
+    if store.on_rank is not None:
+        store.on_rank(evidence, found)
     return evidence, found
 
 

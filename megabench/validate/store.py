@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.validate.golden import GoldenWeights
 from megabench.validate.guards import fingerprint
 from megabench.validate.judgement import Judgement
-from megabench.validate.stages import load
+from megabench.validate.stages import Evidence, load
 from megabench.validate.step import RankRun
 from megabench.validate.trace import EINSUM, LINEAR, TracingBackend
 from megabench.workload import Workload, bind, build_weights, make_layer
@@ -57,6 +58,8 @@ class Store:
         self._layers_of: tuple[str, str, str, int] | None = None
         self._layers: dict[int, DeepseekV4MegaAttnAttention] = {}
         self._weights: dict[int, _JudgedWeights] = {}
+        self.on_rank: Callable[[Evidence, list[Judgement]], None] | None = None
+        """Told of every rank's step and judgements, while its tensors are there."""
 
     def backend(self, name: str, layout: PageLayout) -> TracingBackend:
         """The traced backend of a name or spec; BackendError when there is none."""
