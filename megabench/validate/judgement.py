@@ -29,6 +29,8 @@ class Judgement:
     """The worst element: its place, what was written, golden's value, the bound."""
     counts: dict[str, int] = field(default_factory=dict)
     """Legal but notable, e.g. ambiguous scale bytes."""
+    tallies: dict[str, Tensor] = field(default_factory=dict)
+    """Sums over all that was checked, kept for a verdict on the whole; not reported."""
     problem: str = ""
     """Why the stage could not be judged element by element; a failure."""
 
@@ -76,8 +78,13 @@ def _both(a: Judgement, b: Judgement) -> Judgement:
         max(a.worst, b.worst),
         b.where if b.worst > a.worst or not a.where else a.where,
         counts,
+        _added(a.tallies, b.tallies),
         a.problem or b.problem,
     )
+
+
+def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**a, **{key: a[key] + value if key in a else value for key, value in b.items()}}
 
 
 def bits_of(tensor: Tensor) -> Tensor:

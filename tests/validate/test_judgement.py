@@ -19,7 +19,7 @@ from megabench.validate.judgement import (
     outside,
     ratio_of,
 )
-from megabench.validate.stages.attention import SIGN_DEVIATIONS, Slice, _judge_slice, sign_test
+from megabench.validate.stages.attention import SIGN_DEVIATIONS, Slice, judge_slice, sign_test
 from reference.attention import Attended
 from reference.cache import inserted_rows
 from reference.cast import cast_output
@@ -111,7 +111,7 @@ def slice_of(codes: torch.Tensor, scales: torch.Tensor, o: torch.Tensor, bound: 
 
 
 def stages(part: Slice) -> dict[str, Judgement]:
-    return {judgement.stage: judgement for judgement in merge(_judge_slice(part))}
+    return {judgement.stage: judgement for judgement in merge(judge_slice(part))}
 
 
 def random_output(tokens: int = 2) -> torch.Tensor:
@@ -191,6 +191,15 @@ def test_heads_that_err_as_one_are_one_witness_each() -> None:
     counts = judged.counts
     assert abs(counts["up"]) / math.sqrt(counts["differ"]) > SIGN_DEVIATIONS
     assert judged.ok
+
+
+def test_a_dim_that_errs_alike_in_every_head_is_one_witness() -> None:
+    o = random_output(40)
+    codes, scales = cast_output(o)
+    codes[..., 8] += 1
+    counts = stages(slice_of(codes, scales, o, 1e9))["rounding_direction"]
+    assert counts.counts["outward"] == 160
+    assert sign_test(counts).ok
 
 
 # ---- cache bytes ---------------------------------------------------------------------------------

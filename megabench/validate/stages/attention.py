@@ -188,16 +188,17 @@ def _judge_codes(part: Slice) -> Iterable[Judgement]:
 
 
 def _count_directions(part: Slice, o: Tensor, low: Tensor, high: Tensor) -> Judgement:
-    """Codes that are not golden's own cast, by direction: sums of +1 and -1, and the squares of
-    those sums within each head of a token, whose errors need not be independent."""
+    """Codes that are not golden's own cast, by direction: sums of +1 and -1 in all, within each
+    head of a token (their squares), and within each dim."""
     live = part.valid[:, None, None]
     up = ((o < low) & live).int() - ((o > high) & live).int()
     counts = {"differ": int(up.abs().sum())}
+    tallies = {}
     for name, direction in (("up", up), ("outward", up * o.sign().int())):
-        lean = direction.sum(-1)
-        counts[name] = int(lean.sum())
-        counts[f"{name}_squares"] = int(lean.square().sum())
-    return Judgement(ROUNDING, counts["differ"], counts=counts)
+        counts[name] = int(direction.sum())
+        counts[f"{name}_squares"] = int(direction.sum(-1).square().sum())
+        tallies[name] = direction.sum((0, 1))
+    return Judgement(ROUNDING, counts["differ"], counts=counts, tallies=tallies)
 
 
 def _judge_padding(part: Slice) -> Iterable[Judgement]:
@@ -216,13 +217,15 @@ def sign_test(rounding: Judgement) -> Judgement:
     """rounding_direction: codes that differ from golden's own cast must not lean one way.
 
     Judged on the sum over ranks, both upwards (rounding towards an infinity) and away from zero
-    (truncation). A head of a token counts as one witness: where all its values are alike, so are
-    their errors.
+    (truncation). Codes are not witnesses of their own: where a head's values are alike, so are
+    their errors, and where heads weigh the keys alike, so are the errors of a dim. The lean must
+    be beyond chance whether heads of tokens or dims are counted.
     """
     counts = rounding.counts
     worst, lean = 0.0, ""
-    for name in ("up", "outward"):
-        imbalance, squares = abs(counts.get(name, 0)), counts.get(f"{name}_squares", 0)
+    for name, by_dim in rounding.tallies.items():
+        imbalance = abs(counts[name])
+        squares = max(counts[f"{name}_squares"], int(by_dim.long().square().sum()))
         if squares and imbalance / math.sqrt(squares) > SIGN_DEVIATIONS:
             share = imbalance / counts["differ"] / SIGN_IMBALANCE
             worst, lean = max((worst, lean), (share, name))
