@@ -65,7 +65,7 @@ def record_of(nbytes: int) -> KVRecord:
         if record.nbytes == nbytes:
             return record
     known = ", ".join(f"{r.nbytes} ({r.name})" for r in RECORDS)
-    raise ValueError(f"cache: last dim {nbytes} is no known record; expected {known}")
+    raise ValueError(f"last dim {nbytes} is no known record; expected {known}")
 
 
 def page_offsets(record: KVRecord, layout: PageLayout, page_size: int) -> tuple[int, int, int, int]:

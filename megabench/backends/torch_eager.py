@@ -1,17 +1,21 @@
 """The `torch` backend: every op in eager, unfused torch, on CPU and CUDA.
 
 It is the baseline others are measured against and the class a user's backend inherits from.
-Docstrings of the ops are the protocol's (backends/base.py); here stands how they are done.
+Docstrings and signatures of the ops are the protocol's (backends/base.py); here stands how they
+are done. The attention ops bind their long argument list once (arguments.py): override `decode` or
+`prefill` to work on bound arguments, or the contract's op itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import Pair, Support
-from megabench.backends.checks import check_decode, check_prefill, check_tensor, require
+from megabench.backends.checks import check_tensor, require
 from megabench.backends.eager_attention import attend, rope, store_output
 from megabench.backends.eager_indices import combine_topk_swa, global_topk
 from megabench.backends.eager_matmul import DenseWeights, fp8_einsum, linear
@@ -28,7 +32,6 @@ from megabench.geometry import Geometry
 from megabench.layout import chunk_columns, chunk_rows, heads_of, pad_q
 from megabench.quant import (
     QuantizedActivation,
-    alloc_mega_attn_output,
     pack_mn_major,
     token_slice,
     unpack_scales,
@@ -58,141 +61,43 @@ class TorchBackend:
     # ---- attention ----------------------------------------------------------
 
     def fused_norm_rope_attn_rope_cast_decode(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        extra_kv: torch.Tensor | None,
-        extra_indices: torch.Tensor | None,
-        extra_topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
+        self, *args: Any, **kwargs: Any
     ) -> list[torch.Tensor]:
-        check_decode(
-            q,
-            kv,
-            indices,
-            d_v,
-            attn_sink,
-            topk_length,
-            extra_kv,
-            extra_indices,
-            extra_topk_length,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-            out_fp8,
-            out_sf,
-        )
+        return self.decode(DecodeArguments(*args, **kwargs))
+
+    def fused_norm_rope_attn_rope_cast_fwd(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        return self.prefill(PrefillArguments(*args, **kwargs))
+
+    def decode(self, args: DecodeArguments) -> list[torch.Tensor]:
+        """The decode op on its bound arguments -> [out_fp8, out_sf, lse]."""
+        args.check()
 
         def rows_of(tokens: slice) -> Pair:
-            parts = [self._paged_rows(kv, indices, topk_length, tokens)]
-            if extra_kv is not None and extra_indices is not None:
-                parts.append(self._paged_rows(extra_kv, extra_indices, extra_topk_length, tokens))
+            parts = [self._paged_rows(args.kv, args.indices, args.topk_length, tokens)]
+            if args.extra_kv is not None and args.extra_indices is not None:
+                extra = (args.extra_kv, args.extra_indices, args.extra_topk_length)
+                parts.append(self._paged_rows(*extra, tokens))
             rows, valid = zip(*parts, strict=True)
             return torch.cat(rows, 1), torch.cat(valid, 1)
 
-        width = indices.shape[1] + (extra_indices.shape[1] if extra_indices is not None else 0)
-        out, lse, _ = self._attention(
-            q,
-            rows_of,
-            width,
-            sm_scale,
-            attn_sink,
-            rms_norm_eps if enable_q_norm else None,
-            token_positions,
-            cos_sin_cache,
-            n_wv_group,
-            out_fp8,
-            out_sf,
-        )
+        extra_width = 0 if args.extra_indices is None else args.extra_indices.shape[1]
+        out, lse, _ = _attend_in_chunks(args, rows_of, args.indices.shape[1] + extra_width)
         return [out.data, out.scale, lse]
 
-    def fused_norm_rope_attn_rope_cast_fwd(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        check_prefill(
-            q,
-            kv,
-            indices,
-            d_v,
-            attn_sink,
-            topk_length,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-            out_fp8,
-            out_sf,
-        )
+    def prefill(self, args: PrefillArguments) -> list[torch.Tensor]:
+        """The prefill op on its bound arguments -> [out_fp8, out_sf, max_logits, lse]."""
+        args.check()
+        kv = args.kv
 
         def rows_of(tokens: slice) -> Pair:
-            row = indices[tokens, 0].to(torch.int64)
-            valid = _within(row, topk_length, tokens) & (row >= 0) & (row < kv.shape[0])
+            row = args.indices[tokens, 0].to(torch.int64)
+            valid = _within(row, args.topk_length, tokens) & (row >= 0) & (row < kv.shape[0])
             if kv.shape[0] == 0:
                 return kv.new_zeros((*row.shape, HEAD_DIM), dtype=torch.float32), valid
             gathered = kv[torch.where(valid, row, 0), 0].to(torch.float32)
             return torch.where(valid.unsqueeze(-1), gathered, 0.0), valid
 
-        out, lse, max_logits = self._attention(
-            q,
-            rows_of,
-            indices.shape[2],
-            sm_scale,
-            attn_sink,
-            rms_norm_eps if enable_q_norm else None,
-            token_positions,
-            cos_sin_cache,
-            n_wv_group,
-            out_fp8,
-            out_sf,
-        )
+        out, lse, max_logits = _attend_in_chunks(args, rows_of, args.indices.shape[2])
         return [out.data, out.scale, max_logits, lse]
 
     def _paged_rows(
@@ -204,45 +109,6 @@ class TorchBackend:
     ) -> Pair:
         slots = indices[tokens]
         return read_valid_rows(cache, slots, _within(slots, length, tokens), self.page_layout)
-
-    def _attention(
-        self,
-        q: torch.Tensor,
-        rows_of: Callable[[slice], Pair],
-        width: int,
-        sm_scale: float,
-        attn_sink: torch.Tensor | None,
-        q_norm_eps: float | None,
-        token_positions: torch.Tensor,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        out_fp8: torch.Tensor | None,
-        out_sf: torch.Tensor | None,
-    ) -> tuple[QuantizedActivation, torch.Tensor, torch.Tensor]:
-        """Attend chunk by chunk and write each chunk's slice -> (output, lse, max_logits)."""
-        s_q, heads, _ = q.shape
-        if out_fp8 is None or out_sf is None:
-            out = alloc_mega_attn_output(s_q, n_wv_group, q.device)
-        else:
-            out = QuantizedActivation(out_fp8, out_sf, torch.bfloat16, out_fp8.shape)
-        lse = torch.empty((s_q, heads), dtype=torch.float32, device=q.device)
-        max_logits = torch.empty_like(lse)
-        chunk = max(1, ATTENTION_BYTES // (4 * HEAD_DIM * max(width, 1)))
-        for start in range(0, s_q, chunk):
-            tokens = slice(start, min(start + chunk, s_q))
-            rows, valid = rows_of(tokens)
-            attended = attend(
-                heads_of(q[tokens]),
-                rows,
-                valid,
-                cos_sin_cache[token_positions[tokens].to(torch.int64)],
-                sm_scale,
-                attn_sink,
-                q_norm_eps,
-            )
-            lse[tokens], max_logits[tokens] = attended.lse, attended.max_logits
-            store_output(attended.out, token_slice(out, tokens.start, tokens.stop))
-        return out, lse, max_logits
 
     # ---- weights ------------------------------------------------------------
 
@@ -382,6 +248,30 @@ class TorchBackend:
         self, equation: str, x: Pair, w: Pair, out: torch.Tensor, recipe: tuple[int, int, int]
     ) -> None:
         fp8_einsum(equation, x, w, out, recipe, self._dense)
+
+
+def _attend_in_chunks(
+    args: DecodeArguments | PrefillArguments, rows_of: Callable[[slice], Pair], width: int
+) -> tuple[QuantizedActivation, torch.Tensor, torch.Tensor]:
+    """Attend chunk by chunk and write each chunk's slice -> (output, lse, max_logits)."""
+    out, lse, max_logits = args.output(), args.empty_lse(), args.empty_lse()
+    s_q = args.q.shape[0]
+    chunk = max(1, ATTENTION_BYTES // (4 * HEAD_DIM * max(width, 1)))
+    for start in range(0, s_q, chunk):
+        tokens = slice(start, min(start + chunk, s_q))
+        rows, valid = rows_of(tokens)
+        attended = attend(
+            heads_of(args.q[tokens]),
+            rows,
+            valid,
+            args.cos_sin_cache[args.token_positions[tokens].to(torch.int64)],
+            args.sm_scale,
+            args.attn_sink,
+            args.q_norm_eps,
+        )
+        lse[tokens], max_logits[tokens] = attended.lse, attended.max_logits
+        store_output(attended.out, token_slice(out, tokens.start, tokens.stop))
+    return out, lse, max_logits
 
 
 def _within(slots: torch.Tensor, length: torch.Tensor | None, tokens: slice) -> torch.Tensor:

@@ -16,7 +16,7 @@ import flashmla_c
 from loading import PACKAGES, on_path, vllm_ops
 from standin_backend import StandinBackend
 
-from megabench.backends import BackendError, TorchBackend, choose_backend, get_backend
+from megabench.backends import Backend, BackendError, choose_backend, get_backend
 from megabench.backends.flashmla import FlashmlaBackend, library_versions
 from megabench.backends.flashmla.binding import find_attention
 from megabench.backends.flashmla.gemm import compiler_problem, find_gemm
@@ -43,9 +43,9 @@ def reason(backend: FlashmlaBackend | StandinBackend, device: torch.device = CPU
     return support.reason
 
 
-def test_the_known_schemas_are_the_backends_own_methods() -> None:
+def test_the_known_schemas_are_the_protocols_methods() -> None:
     for name, schema in SCHEMAS.items():
-        parameters = [*inspect.signature(getattr(TorchBackend, name)).parameters][1:]
+        parameters = [*inspect.signature(getattr(Backend, name)).parameters][1:]
         assert [a.name for a in torch._C.parse_schema(schema).arguments] == parameters
 
 

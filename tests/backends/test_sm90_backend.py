@@ -65,8 +65,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setattr(module, "decode_kernel", lambda index, fp4: kernel)
     monkeypatch.setattr(
         TritonBackend,
-        "fused_norm_rope_attn_rope_cast_decode",
-        lambda self, *arguments: ["inherited", *arguments],
+        "decode",
+        lambda self, arguments: ["inherited", arguments],
     )
     return kernel
 

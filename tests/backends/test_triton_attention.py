@@ -18,6 +18,7 @@ from triton_cases import (
 import reference.layouts
 import reference.quantize
 import reference.records
+from megabench.backends.arguments import DecodeArguments
 from megabench.backends.triton import attention
 from megabench.backends.triton.attention import split_count
 from megabench.backends.triton.backend import TritonBackend
@@ -44,25 +45,30 @@ def decode(one: Call, splits: int | None = None) -> list[torch.Tensor]:
     """The decode op; with `splits`, its launcher with that many shares a token."""
     if splits is None:
         return one.decode(TritonBackend(one.layout))  # type: ignore[arg-type]
-    return attention.decode(
+    arguments = DecodeArguments(
         one.q,
         one.kv,
         one.indices,
         512**-0.5,
+        512,
         one.sinks,
         one.length,
         one.extra_kv,
         one.extra_indices,
         one.extra_length,
-        one.q_norm_eps,
+        one.q_norm_eps is not None,
+        one.q_norm_eps or 0.0,
         one.positions,
+        False,
+        64,
         one.cos_sin,
         one.heads // 8,
-        None,
-        None,
-        one.layout,  # type: ignore[arg-type]
-        splits=splits,
+        32,
+        True,
+        True,
+        True,
     )
+    return attention.decode(arguments, one.layout, splits=splits)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "page_split"])
@@ -224,7 +230,7 @@ def test_one_key_gives_its_own_bytes() -> None:
 
 def test_splits_fill_the_device_and_stay_balanced() -> None:
     big = replace(target_of(torch.device(DEVICE)), multiprocessors=132)
-    assert [split_count(tokens, 1, 10, big) for tokens in (1, 13, 20, 33, 64, 67, 500)] == [
+    assert [split_count(tokens, 10, 1, big) for tokens in (1, 13, 20, 33, 64, 67, 500)] == [
         10,
         10,
         5,
@@ -233,6 +239,7 @@ def test_splits_fill_the_device_and_stay_balanced() -> None:
         1,
         1,
     ]
+    assert split_count(66, 20, 2, big) == 4
 
 
 def test_output_buffers_are_allocated_when_none_are_given() -> None:

@@ -7,10 +7,12 @@ activation quantizer) are the Triton kernels of ours.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
+from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import EINSUM_RECIPE, Pair, Support
 from megabench.backends.checks import check_tensor, require
 from megabench.backends.flashmla.binding import AttentionLibrary, find_attention
@@ -90,107 +92,19 @@ class VendorOps(TorchBackend):
 
     # ---- attention ------------------------------------------------------------
 
-    def fused_norm_rope_attn_rope_cast_decode(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        extra_kv: torch.Tensor | None,
-        extra_indices: torch.Tensor | None,
-        extra_topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        library = self._vendor
-        arguments = (
-            q,
-            kv,
-            indices,
-            sm_scale,
-            d_v,
-            attn_sink,
-            topk_length,
-            extra_kv,
-            extra_indices,
-            extra_topk_length,
-            enable_q_norm,
-            rms_norm_eps,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-        )
-        if library.in_place:
-            return list(library.decode(*arguments, out_fp8, out_sf))
-        return _into(library.decode(*arguments), out_fp8, out_sf)
+    # Passed on as they came: the vendor checks its own arguments, and a call costs microseconds.
 
-    def fused_norm_rope_attn_rope_cast_fwd(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
+    def fused_norm_rope_attn_rope_cast_decode(
+        self, *args: Any, **kwargs: Any
     ) -> list[torch.Tensor]:
-        library = self._vendor
-        arguments = (
-            q,
-            kv,
-            indices,
-            sm_scale,
-            d_v,
-            attn_sink,
-            topk_length,
-            enable_q_norm,
-            rms_norm_eps,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-        )
-        if library.in_place:
-            return list(library.prefill(*arguments, out_fp8, out_sf))
-        return _into(library.prefill(*arguments), out_fp8, out_sf)
+        if self._vendor.in_place:
+            return list(self._vendor.decode(*args, **kwargs))
+        return _into(self._vendor.decode, DecodeArguments(*args, **kwargs))
+
+    def fused_norm_rope_attn_rope_cast_fwd(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        if self._vendor.in_place:
+            return list(self._vendor.prefill(*args, **kwargs))
+        return _into(self._vendor.prefill, PrefillArguments(*args, **kwargs))
 
     # ---- weights --------------------------------------------------------------
 
@@ -253,11 +167,12 @@ def _is_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
 
 
 def _into(
-    result: Sequence[torch.Tensor], out_fp8: torch.Tensor | None, out_sf: torch.Tensor | None
+    op: Callable[..., Sequence[torch.Tensor]], args: DecodeArguments | PrefillArguments
 ) -> list[torch.Tensor]:
-    """Copy what an allocating op returned into the caller's buffers, where there are some."""
+    """Call an op that allocates, then copy its pair into the caller's, where there is one."""
+    out_fp8, out_sf = args.out_fp8, args.out_sf
     require((out_fp8 is None) == (out_sf is None), "out_sf", "give out_fp8 and out_sf, or neither")
-    made_fp8, made_sf, *rest = result
+    made_fp8, made_sf, *rest = op(*args.inputs())
     if out_fp8 is None or out_sf is None:
         return [made_fp8, made_sf, *rest]
     out_fp8.copy_(made_fp8)

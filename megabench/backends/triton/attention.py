@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.triton import prefill_sm90
 from megabench.backends.triton.combine import (
     COMBINE_DIMS,
@@ -19,7 +20,6 @@ from megabench.backends.triton.pages import Pages, pages_of
 from megabench.backends.triton.prefill import prefill_kernel
 from megabench.backends.triton.target import Target, target_of
 from megabench.formats import HEAD_DIM, NVFP4, PageLayout
-from megabench.quant import QuantizedActivation, alloc_mega_attn_output
 
 LOG2_E = 1.4426950408889634
 SM90_PREFILL_HEADS = 16
@@ -34,15 +34,19 @@ class Tile:
     rows: int
     warps: int
     stages: int
+    resident: int = 1
+    """Programs of it that fit a multiprocessor."""
 
 
 def decode_tile(tokens: int, live_heads: int, extra: bool, target: Target) -> Tile:
-    """A decode tile that fits the target; on SM90 the fastest measured."""
-    if target.capability == 120 or 80 < target.capability < 90:  # 99 KB a block
-        return Tile(heads=16, rows=32, warps=4, stages=1)
-    if live_heads <= 16 or tokens * live_heads <= 4 * 64:  # few tokens: spread the heads
-        return Tile(heads=16, rows=32, warps=4, stages=1)
-    if live_heads <= 32 or tokens <= 16:
+    """A decode tile that fits the target; the fastest measured on an H200 for SM90.
+
+    Few tokens spread their heads over the device; Ampere and the 99 KB parts take a tile whose
+    accumulator fits their registers.
+    """
+    if live_heads <= 16 or tokens * live_heads <= 64:
+        return Tile(heads=16, rows=32, warps=4, stages=1, resident=2)
+    if tokens <= 8 or target.capability not in (90, 100, 103):
         return Tile(heads=32, rows=32, warps=8, stages=1)
     if target.capability == 90 and extra:
         return Tile(heads=64, rows=128, warps=8, stages=1)
@@ -51,46 +55,25 @@ def decode_tile(tokens: int, live_heads: int, extra: bool, target: Target) -> Ti
 
 def prefill_tile(live_heads: int, target: Target) -> Tile:
     """A prefill tile that fits the target's shared memory and registers."""
-    if target.capability == 120 or 80 < target.capability < 90:
-        return Tile(heads=16, rows=32, warps=4, stages=1)
+    if target.narrow:
+        return Tile(heads=16, rows=32, warps=8, stages=1)
     if live_heads <= 16:
         return Tile(heads=16, rows=32, warps=4, stages=2)
-    if live_heads <= 32:
-        return Tile(heads=32, rows=32, warps=8, stages=2)
-    return Tile(heads=64, rows=64, warps=8, stages=2)
+    if live_heads <= 32 or target.capability == 80:
+        return Tile(heads=32, rows=64, warps=8, stages=1)
+    return Tile(heads=64, rows=64, warps=8, stages=1)
 
 
-def split_count(tokens: int, head_tiles: int, row_tiles: int, target: Target) -> int:
-    """Shares of a token's rows such that the programs fill the device, balanced to whole tiles."""
-    wanted = target.multiprocessors // max(tokens * head_tiles, 1)
+def split_count(programs: int, row_tiles: int, resident: int, target: Target) -> int:
+    """Shares of a token's rows such that `programs` times as many fill the device, `resident` a
+    multiprocessor, balanced to whole tiles."""
+    wanted = resident * target.multiprocessors // max(programs, 1)
     share = -(-max(row_tiles, 1) // max(min(wanted, row_tiles), 1))
     return -(-max(row_tiles, 1) // share)
 
 
-def _outputs(
-    q: torch.Tensor, n_wv_group: int, out_fp8: torch.Tensor | None, out_sf: torch.Tensor | None
-) -> QuantizedActivation:
-    if out_fp8 is None or out_sf is None:
-        return alloc_mega_attn_output(q.shape[0], n_wv_group, q.device)
-    return QuantizedActivation(out_fp8, out_sf, torch.bfloat16, out_fp8.shape)
-
-
 def decode(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    extra_kv: torch.Tensor | None,
-    extra_indices: torch.Tensor | None,
-    extra_topk_length: torch.Tensor | None,
-    q_norm_eps: float | None,
-    token_positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    n_wv_group: int,
-    out_fp8: torch.Tensor | None,
-    out_sf: torch.Tensor | None,
+    args: DecodeArguments,
     layout: PageLayout,
     live_heads: int | None = None,
     splits: int | None = None,
@@ -100,9 +83,10 @@ def decode(
     live_heads: heads whose results matter (default all); splits: shares of a token's rows (default:
     enough to fill the device).
     """
+    q, kv, indices = args.q, args.kv, args.indices
+    extra_kv, extra_indices = args.extra_kv, args.extra_indices
     s_q, heads, _ = q.shape
-    out = _outputs(q, n_wv_group, out_fp8, out_sf)
-    lse = q.new_empty((s_q, heads), dtype=torch.float32)
+    out, lse = args.output(), args.empty_lse()
     if s_q == 0:
         return [out.data, out.scale, lse]
     target = target_of(q.device)
@@ -118,7 +102,7 @@ def decode(
     )
     if splits is None:
         row_tiles = triton.cdiv(topk, tile.rows) + triton.cdiv(extra_topk, tile.rows)
-        splits = split_count(s_q, head_tiles, row_tiles, target)
+        splits = split_count(s_q * head_tiles, row_tiles, tile.resident, target)
     # Partials come from the caching allocator: no cudaMalloc once warm, and a captured graph owns
     # its own; a buffer kept here would be shared between streams.
     partial, partial_ml = lse, lse
@@ -140,21 +124,21 @@ def decode(
         swa.slots,
         indices,
         indices.stride(0),
-        topk_length,
+        args.topk_length,
         topk,
         (kv if extra_kv is None else extra_kv).view(torch.uint8),
         extra_kv.stride(0) if extra_kv is not None else 0,
         extra.slots if extra else 0,
         extra_indices if extra else indices,
         extra_indices.stride(0) if extra_indices is not None else 0,
-        extra_topk_length,
+        args.extra_topk_length,
         extra_topk,
         1,
-        attn_sink,
-        token_positions,
-        cos_sin_cache,
-        sm_scale * LOG2_E,
-        q_norm_eps or 0.0,
+        args.attn_sink,
+        args.token_positions,
+        args.cos_sin_cache,
+        args.sm_scale * LOG2_E,
+        args.q_norm_eps or 0.0,
         *epilogue,
         partial,
         partial_ml,
@@ -166,10 +150,10 @@ def decode(
         HAS_EXTRA=extra is not None and extra_topk > 0,
         EXTRA_FP4=extra is not None and extra.record is NVFP4,
         **_page_constants("EXTRA_", extra or swa),
-        HAS_LEN=topk_length is not None,
-        HAS_EXTRA_LEN=extra_topk_length is not None,
-        HAS_SINK=attn_sink is not None,
-        Q_NORM=q_norm_eps is not None,
+        HAS_LEN=args.topk_length is not None,
+        HAS_EXTRA_LEN=args.extra_topk_length is not None,
+        HAS_SINK=args.attn_sink is not None,
+        Q_NORM=args.q_norm_eps is not None,
         EMULATE=target.emulate,
         FP8_CVT=target.fp8_cvt,
         num_warps=tile.warps,
@@ -180,15 +164,15 @@ def decode(
         combine_kernel[grid](
             partial,
             partial_ml,
-            attn_sink,
-            token_positions,
-            cos_sin_cache,
+            args.attn_sink,
+            args.token_positions,
+            args.cos_sin_cache,
             *epilogue,
             HEADS=heads,
             H=COMBINE_HEADS,
             W=COMBINE_DIMS,
             SPLITS=splits,
-            HAS_SINK=attn_sink is not None,
+            HAS_SINK=args.attn_sink is not None,
             FP8_CVT=target.fp8_cvt,
             num_warps=COMBINE_WARPS,
         )
@@ -216,31 +200,16 @@ def _fits_sm90(q_norm_eps: float | None, kv: torch.Tensor, live: int, target: Ta
     )
 
 
-def prefill(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    indices: torch.Tensor,
-    sm_scale: float,
-    attn_sink: torch.Tensor | None,
-    topk_length: torch.Tensor | None,
-    q_norm_eps: float | None,
-    token_positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    n_wv_group: int,
-    out_fp8: torch.Tensor | None,
-    out_sf: torch.Tensor | None,
-    live_heads: int | None = None,
-) -> list[torch.Tensor]:
+def prefill(args: PrefillArguments, live_heads: int | None = None) -> list[torch.Tensor]:
     """[out_fp8, out_sf, max_logits, lse] of the prefill op on checked arguments."""
+    q, kv, indices = args.q, args.kv, args.indices
     s_q, heads, _ = q.shape
-    out = _outputs(q, n_wv_group, out_fp8, out_sf)
-    lse = q.new_empty((s_q, heads), dtype=torch.float32)
-    max_logits = torch.empty_like(lse)
+    out, lse, max_logits = args.output(), args.empty_lse(), args.empty_lse()
     if s_q == 0:
         return [out.data, out.scale, max_logits, lse]
     target = target_of(q.device)
     live = live_heads or heads
-    if _fits_sm90(q_norm_eps, kv, live, target):
+    if _fits_sm90(args.q_norm_eps, kv, live, target):
         grid = (s_q, triton.cdiv(live, prefill_sm90.HEADS_PER_PROGRAM))
         prefill_sm90.prefill_sm90_kernel[grid](
             q,
@@ -250,12 +219,12 @@ def prefill(
             kv.shape[0],
             indices,
             indices.stride(0),
-            topk_length,
+            args.topk_length,
             indices.shape[-1],
-            attn_sink,
-            token_positions,
-            cos_sin_cache,
-            sm_scale * LOG2_E,
+            args.attn_sink,
+            args.token_positions,
+            args.cos_sin_cache,
+            args.sm_scale * LOG2_E,
             out.data.view(torch.uint8),
             out.scale,
             out.scale.stride(1),
@@ -263,8 +232,8 @@ def prefill(
             max_logits,
             lse,
             HEADS=heads,
-            HAS_LEN=topk_length is not None,
-            HAS_SINK=attn_sink is not None,
+            HAS_LEN=args.topk_length is not None,
+            HAS_SINK=args.attn_sink is not None,
             num_warps=prefill_sm90.WARPS,
             maxnreg=prefill_sm90.REGISTERS_AT_LAUNCH,
         )
@@ -278,14 +247,14 @@ def prefill(
         kv.shape[0],
         indices,
         indices.stride(0),
-        topk_length,
+        args.topk_length,
         indices.shape[-1],
         1,
-        attn_sink,
-        token_positions,
-        cos_sin_cache,
-        sm_scale * LOG2_E,
-        q_norm_eps or 0.0,
+        args.attn_sink,
+        args.token_positions,
+        args.cos_sin_cache,
+        args.sm_scale * LOG2_E,
+        args.q_norm_eps or 0.0,
         out.data.view(torch.uint8),
         out.scale,
         out.scale.stride(1),
@@ -295,9 +264,9 @@ def prefill(
         HEADS=heads,
         H=tile.heads,
         N=tile.rows,
-        HAS_LEN=topk_length is not None,
-        HAS_SINK=attn_sink is not None,
-        Q_NORM=q_norm_eps is not None,
+        HAS_LEN=args.topk_length is not None,
+        HAS_SINK=args.attn_sink is not None,
+        Q_NORM=args.q_norm_eps is not None,
         EMULATE=target.emulate,
         FP8_CVT=target.fp8_cvt,
         num_warps=tile.warps,

@@ -11,8 +11,9 @@ from typing import Self
 
 import torch
 
+from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair, Support
-from megabench.backends.checks import check_decode, check_prefill, check_tensor, require
+from megabench.backends.checks import check_tensor, require
 from megabench.backends.torch_eager import TorchBackend
 from megabench.backends.triton import (
     attention,
@@ -63,131 +64,13 @@ class TritonBackend(TorchBackend):
 
     # ---- attention ----------------------------------------------------------
 
-    def fused_norm_rope_attn_rope_cast_decode(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        extra_kv: torch.Tensor | None,
-        extra_indices: torch.Tensor | None,
-        extra_topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        check_decode(
-            q,
-            kv,
-            indices,
-            d_v,
-            attn_sink,
-            topk_length,
-            extra_kv,
-            extra_indices,
-            extra_topk_length,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-            out_fp8,
-            out_sf,
-        )
-        return attention.decode(
-            q,
-            kv,
-            indices,
-            sm_scale,
-            attn_sink,
-            topk_length,
-            extra_kv,
-            extra_indices,
-            extra_topk_length,
-            rms_norm_eps if enable_q_norm else None,
-            token_positions,
-            cos_sin_cache,
-            n_wv_group,
-            out_fp8,
-            out_sf,
-            self.page_layout,
-            self.live_heads,
-        )
+    def decode(self, args: DecodeArguments) -> list[torch.Tensor]:
+        args.check()
+        return attention.decode(args, self.page_layout, self.live_heads)
 
-    def fused_norm_rope_attn_rope_cast_fwd(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        indices: torch.Tensor,
-        sm_scale: float,
-        d_v: int,
-        attn_sink: torch.Tensor | None,
-        topk_length: torch.Tensor | None,
-        enable_q_norm: bool,
-        rms_norm_eps: float,
-        token_positions: torch.Tensor,
-        is_rope_neox_style: bool,
-        rope_dim: int,
-        cos_sin_cache: torch.Tensor,
-        n_wv_group: int,
-        num_per_channels: int,
-        use_tma_aligned_col_major_sf: bool,
-        round_sf: bool,
-        use_packed_ue8m0: bool,
-        out_fp8: torch.Tensor | None = None,
-        out_sf: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        check_prefill(
-            q,
-            kv,
-            indices,
-            d_v,
-            attn_sink,
-            topk_length,
-            token_positions,
-            is_rope_neox_style,
-            rope_dim,
-            cos_sin_cache,
-            n_wv_group,
-            num_per_channels,
-            use_tma_aligned_col_major_sf,
-            round_sf,
-            use_packed_ue8m0,
-            out_fp8,
-            out_sf,
-        )
-        return attention.prefill(
-            q,
-            kv,
-            indices,
-            sm_scale,
-            attn_sink,
-            topk_length,
-            rms_norm_eps if enable_q_norm else None,
-            token_positions,
-            cos_sin_cache,
-            n_wv_group,
-            out_fp8,
-            out_sf,
-            self.live_heads,
-        )
+    def prefill(self, args: PrefillArguments) -> list[torch.Tensor]:
+        args.check()
+        return attention.prefill(args, self.live_heads)
 
     # ---- weights ------------------------------------------------------------
 
