@@ -23,10 +23,11 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from aot_variants import ARCHITECTURES, VARIANTS, Variant
+from aot_variants import ARCHITECTURES, MAX_COMPILATIONS, VARIANTS, Variant
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 DIVISIBLE = [["tt.divisibility", 16]]
@@ -46,7 +47,7 @@ class Resources:
     shared: int
 
 
-def source_of(variant: Variant, capability: int) -> ASTSource:
+def source_of(variant: Variant, capability: int) -> ASTSource | GluonASTSource:
     """The kernel with the variant's argument types and compile-time values for a capability."""
     names = variant.kernel.arg_names
     constants = variant.constants(capability)
@@ -57,7 +58,8 @@ def source_of(variant: Variant, capability: int) -> ASTSource:
         if signature[name].startswith("*") or "stride" in name or name in ALIGNED
     }
     values = {(names.index(name),): value for name, value in constants.items()}
-    return ASTSource(variant.kernel, signature, values, aligned)
+    kind = GluonASTSource if isinstance(variant.kernel, GluonJITFunction) else ASTSource
+    return kind(variant.kernel, signature, values, aligned)
 
 
 def resources_of(compiled: Any) -> Resources:
@@ -86,7 +88,11 @@ def problems(variant: Variant, capability: int, used: Resources) -> Iterator[str
 def compile_variant(variant: Variant, capability: int) -> Any:
     """The compiled kernel of a variant for a capability."""
     target = GPUTarget("cuda", capability, 32)
-    options = {"num_warps": variant.warps(capability), "num_stages": variant.stages(capability)}
+    options = {
+        "num_warps": variant.warps(capability),
+        "num_stages": variant.stages(capability),
+        "maxnreg": variant.max_registers,
+    }
     return triton.compile(source_of(variant, capability), target=target, options=options)
 
 
@@ -95,21 +101,26 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants whose name has this")
     parser.add_argument("--arch", type=int, help="one capability, for example 90")
     chosen = parser.parse_args()
+    compilations = [
+        (variant, capability)
+        for variant in VARIANTS
+        for capability in variant.capabilities
+        if chosen.only in variant.name and chosen.arch in (None, capability)
+    ]
+    if len(compilations) > MAX_COMPILATIONS:
+        parser.error(f"{len(compilations)} compilations declared, {MAX_COMPILATIONS} allowed")
     failed = 0
-    for variant in VARIANTS:
-        for capability in ARCHITECTURES:
-            if chosen.only not in variant.name or chosen.arch not in (None, capability):
-                continue
-            start = time.monotonic()
-            used = resources_of(compile_variant(variant, capability))
-            wrong = list(problems(variant, capability, used))
-            failed += bool(wrong)
-            print(
-                f"{variant.name:24} sm_{capability:<4} {used.registers:4} regs "
-                f"{used.spilled:5} B local {used.shared:7} B shared "
-                f"{time.monotonic() - start:6.1f} s  {'; '.join(wrong) or 'ok'}",
-                flush=True,
-            )
+    for variant, capability in compilations:
+        start = time.monotonic()
+        used = resources_of(compile_variant(variant, capability))
+        wrong = list(problems(variant, capability, used))
+        failed += bool(wrong)
+        print(
+            f"{variant.name:24} sm_{capability:<4} {used.registers:4} regs "
+            f"{used.spilled:5} B local {used.shared:7} B shared "
+            f"{time.monotonic() - start:6.1f} s  {'; '.join(wrong) or 'ok'}",
+            flush=True,
+        )
     return 1 if failed else 0
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from megabench.backends.triton import prefill_sm90
 from megabench.backends.triton.attention import Tile, decode_tile, prefill_tile
 from megabench.backends.triton.combine import (
     COMBINE_DIMS,
@@ -34,6 +35,7 @@ ARCHITECTURES = {
     120: Architecture(101_376),
 }
 """Compute capability times ten."""
+ALL = tuple(ARCHITECTURES)
 
 
 def target(capability: int) -> Target:
@@ -52,6 +54,9 @@ class Variant:
     tile: Callable[[int], Tile]
     spills: dict[int, int] = field(default_factory=dict)
     """Bytes of local memory accepted, by capability; 0 elsewhere."""
+    capabilities: tuple[int, ...] = ALL
+    max_registers: int | None = None
+    """Registers a thread may have at launch, where the launcher says so."""
 
     def warps(self, capability: int) -> int:
         return self.tile(capability).warps
@@ -97,13 +102,19 @@ ATTENTION_TYPES = {
 
 
 def _decode(
-    name: str, tokens: int, live: int, splits: int, fp4: bool, spills: dict[int, int] | None = None
+    name: str,
+    tokens: int,
+    live: int,
+    splits: int,
+    fp4: bool,
+    spills: dict[int, int],
+    capabilities: tuple[int, ...] = ALL,
 ) -> Variant:
     def tile(capability: int) -> Tile:
         return decode_tile(tokens, live, True, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
-        record, page = (288, 64) if fp4 else (528, 64)
+        record, data = (288, 256) if fp4 else (528, 512)
         return {
             "HEADS": 64,
             "H": tile(capability).heads,
@@ -115,9 +126,9 @@ def _decode(
             "SCALE_PITCH": 528,
             "HAS_EXTRA": True,
             "EXTRA_FP4": fp4,
-            "EXTRA_PAGE": page,
+            "EXTRA_PAGE": 64,
             "EXTRA_DATA_PITCH": record,
-            "EXTRA_SCALE_BASE": 256 if fp4 else 512,
+            "EXTRA_SCALE_BASE": data,
             "EXTRA_SCALE_PITCH": record,
             "HAS_LEN": True,
             "HAS_EXTRA_LEN": True,
@@ -127,7 +138,7 @@ def _decode(
             "FP8_CVT": target(capability).fp8_cvt,
         }
 
-    return Variant(name, decode_kernel, ATTENTION_TYPES, constants, tile, spills or {})
+    return Variant(name, decode_kernel, ATTENTION_TYPES, constants, tile, spills, capabilities)
 
 
 def _combine(name: str, splits: int) -> Variant:
@@ -145,7 +156,7 @@ def _combine(name: str, splits: int) -> Variant:
     return Variant(name, combine_kernel, ATTENTION_TYPES, constants, lambda _: tile)
 
 
-def _prefill(name: str, live: int, spills: dict[int, int] | None = None) -> Variant:
+def _prefill(name: str, live: int, spills: dict[int, int]) -> Variant:
     def tile(capability: int) -> Tile:
         return prefill_tile(live, target(capability))
 
@@ -161,8 +172,20 @@ def _prefill(name: str, live: int, spills: dict[int, int] | None = None) -> Vari
             "FP8_CVT": target(capability).fp8_cvt,
         }
 
+    types = ATTENTION_TYPES | {"kv_ptr": "*bf16"}
+    return Variant(name, prefill_kernel, types, constants, tile, spills)
+
+
+def _prefill_sm90() -> Variant:
+    tile = Tile(prefill_sm90.HEADS_PER_PROGRAM, 64, prefill_sm90.WARPS, 1)
     return Variant(
-        name, prefill_kernel, ATTENTION_TYPES | {"kv_ptr": "*bf16"}, constants, tile, spills or {}
+        "prefill_sm90",
+        prefill_sm90.prefill_sm90_kernel,
+        ATTENTION_TYPES | {"kv_ptr": "*bf16"},
+        lambda _: {"HEADS": 64, "HAS_LEN": True, "HAS_SINK": True},
+        lambda _: tile,
+        capabilities=(90,),
+        max_registers=prefill_sm90.REGISTERS_AT_LAUNCH,
     )
 
 
@@ -187,9 +210,9 @@ MATMUL_TYPES = {
 }
 
 
-def _matmul(name: str, tokens: int, groups: int, rows: int) -> Variant:
+def _matmul(name: str, tokens: int, capabilities: tuple[int, ...] = ALL) -> Variant:
     def choice(capability: int) -> MatmulTile:
-        return matmul_tile(tokens, groups, rows, 4096, target(capability))
+        return matmul_tile(tokens, 8, 1024, 4096, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
         tile = choice(capability)
@@ -205,16 +228,17 @@ def _matmul(name: str, tokens: int, groups: int, rows: int) -> Variant:
     def tile(capability: int) -> Tile:
         return Tile(0, 0, choice(capability).warps, choice(capability).stages)
 
-    return Variant(name, matmul_kernel, MATMUL_TYPES, constants, tile)
+    return Variant(name, matmul_kernel, MATMUL_TYPES, constants, tile, capabilities=capabilities)
 
 
 VARIANTS = (
-    _matmul("wo_a_few_tokens", 16, 8, 1024),
-    _matmul("wo_a_many_tokens", 4096, 8, 1024),
-    _decode("decode_fp4", 512, 64, 1, True),
-    _decode("decode_fp8_split", 32, 64, 4, False),
-    _decode("decode_fp4_16_heads", 512, 16, 1, True),
+    _decode("decode_fp4", 512, 64, 1, True, {90: 616, 100: 400}),
+    _decode("decode_fp8_split", 32, 64, 4, False, {90: 496, 100: 264, 120: 8}),
+    _decode("decode_fp4_16_heads", 512, 16, 1, True, {80: 40, 90: 96}, (80, 90)),
     _combine("combine_4", 4),
-    _prefill("prefill", 64),
+    _prefill("prefill", 64, {90: 40, 100: 128}),
+    _prefill_sm90(),
+    _matmul("wo_a_few_tokens", 64),
+    _matmul("wo_a_many_tokens", 4096, (90,)),
 )
-"""At most six, times four architectures: 24 compilations."""
+MAX_COMPILATIONS = 24

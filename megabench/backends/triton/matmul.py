@@ -71,12 +71,14 @@ def matmul_tile(tokens: int, groups: int, rows: int, k: int, target: Target) -> 
     if target.emulate:  # few, large steps: the interpreter pays per operation
         return MatmulTile(64, 128, 512, 1, 1, tokens <= SKINNY_TOKENS, 2 if k >= 2048 else 1)
     if tokens > SKINNY_TOKENS:
+        if target.narrow:
+            return MatmulTile(128, 64, 128, 8, 2, False)
         return MatmulTile(128, 128, 128, 8, 3, False)
     wide = max(16, int(triton.next_power_of_2(tokens)))
     programs = groups * round_up(rows, 64) // 64
     wanted = PROGRAMS_PER_SM * target.multiprocessors // programs
     splits = max(1, min(wanted, k // MIN_SPLIT_COLUMNS))
-    return MatmulTile(wide, 64, 256, 4, 3, True, splits)
+    return MatmulTile(wide, 64, 256, 4, 2 if target.narrow else 3, True, splits)
 
 
 @triton.jit

@@ -21,6 +21,11 @@ class Target:
     """Ten times major plus minor, 0 under the interpreter."""
     multiprocessors: int
 
+    @property
+    def narrow(self) -> bool:
+        """A block has 99 KB of shared memory (SM86, SM89, SM120, SM121), not 163 KB or more."""
+        return self.capability in (86, 89, 120, 121)
+
 
 @cache
 def _cuda_target(index: int) -> Target:
