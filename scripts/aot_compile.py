@@ -21,13 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import triton
+from aot_variants import ARCHITECTURES, MAX_COMPILATIONS, VARIANTS, Variant
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from aot_variants import ARCHITECTURES, MAX_COMPILATIONS, VARIANTS, Variant
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 DIVISIBLE = [["tt.divisibility", 16]]

@@ -1,6 +1,6 @@
 """Time the triton backend's ops on this machine's GPU, and tile candidates where asked.
 
-    python scripts/device/triton_bench.py [--tiles] [--warm PROCESSES]
+    PYTHONPATH=.:tests/backends python scripts/device/triton_bench.py [--tiles] [--warm PROCESSES]
 
 Median microseconds of a CUDA graph replay, the L2 flushed by a 256 MB write before each. --warm
 only compiles what would be timed, in many processes.
@@ -13,13 +13,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from statistics import median
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
 
 from megabench.backends.triton import attention, matmul
 from megabench.backends.triton.attention import Tile

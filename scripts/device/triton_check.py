@@ -1,6 +1,6 @@
 """Every op of the triton backend against the golden model, on the GPU of this machine.
 
-    python scripts/device/triton_check.py [--only NAME] [--processes 8]
+    PYTHONPATH=.:tests/backends python scripts/device/triton_check.py [--only NAME] [--processes 8]
 
 One check a line: its name and the worst error over its bound (exact ones say equal). Processes
 share the work, for most of the time goes to compiling kernels.
@@ -13,13 +13,8 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/backends")]
-
 import triton_cases
 from triton_cases import Call
 
