@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ import reference.layouts
 import reference.quantize
 import reference.records
 from megabench.backends.arguments import DecodeArguments
-from megabench.backends.triton import attention
+from megabench.backends.triton import attention, prefill_sm90
 from megabench.backends.triton.attention import split_count
 from megabench.backends.triton.backend import TritonBackend
 from megabench.backends.triton.target import target_of
@@ -248,3 +250,34 @@ def test_output_buffers_are_allocated_when_none_are_given() -> None:
     like = alloc_mega_attn_output(2, 8, torch.device(DEVICE))
     assert data.shape == like.data.shape
     assert scale.stride() == like.scale.stride()
+
+
+def test_hoppers_prefill_gets_its_arguments_by_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel runs on no CPU, so the launch is bound to the kernel's parameters instead."""
+    seen: dict[str, object] = {}
+    kernel = prefill_sm90.prefill_sm90_kernel
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            def launch(*args: object, num_warps: int, maxnreg: int, **constants: object) -> None:
+                seen.update(inspect.signature(kernel.fn).bind(*args, **constants).arguments)
+                seen["grid"] = grid
+
+            return launch
+
+    hopper = replace(target_of(torch.device(DEVICE)), emulate=False, capability=90)
+    monkeypatch.setattr(attention, "target_of", lambda _: hopper)
+    monkeypatch.setattr(prefill_sm90, "prefill_sm90_kernel", Recorder())
+    one = call(s_q=3, topk=128, extra=0, heads=128)
+    workspace = one.workspace()
+    data, scale, max_logits, lse = one.prefill(TritonBackend(), workspace)
+    assert seen["grid"] == (3, 2)
+    assert seen["s_kv"] == len(workspace)
+    assert seen["topk"] == 128
+    assert seen["HEADS"] == 128
+    assert (seen["max_ptr"] is max_logits, seen["lse_ptr"] is lse) == (True, True)
+    assert seen["sf_ptr"] is scale
+    assert (seen["sf_stride_group"], seen["sf_stride_word"]) == scale.stride()[1:]
+    assert seen["len_ptr"] is one.length
+    assert seen["sink_ptr"] is one.sinks
+    assert data.shape == (3, 16, 4096)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import triton
 
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
-from megabench.backends.triton import prefill_sm90
 from megabench.backends.triton.combine import (
     COMBINE_DIMS,
     COMBINE_HEADS,
@@ -23,7 +23,9 @@ from megabench.formats import HEAD_DIM, NVFP4, PageLayout
 
 LOG2_E = 1.4426950408889634
 SM90_PREFILL_HEADS = 16
-"""Up to here a 16-head tile beats the 64-head warp-specialized prefill."""
+"""Up to here a 16-head tile is taken, not the 64-head warp-specialized prefill."""
+GLUON = find_spec("triton.experimental.gluon") is not None
+"""Gluon is an experimental part of Triton, so another version may lack it."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,8 @@ def _page_constants(prefix: str, pages: Pages) -> dict[str, int]:
 def _fits_sm90(q_norm_eps: float | None, kv: torch.Tensor, live: int, target: Target) -> bool:
     """Whether the warp-specialized prefill serves a call: it has no Q norm and copies 16 bytes."""
     return (
-        target.capability == 90
+        GLUON
+        and target.capability == 90
         and q_norm_eps is None
         and live > SM90_PREFILL_HEADS
         and kv.data_ptr() % 16 == 0
@@ -209,34 +212,16 @@ def prefill(args: PrefillArguments, live_heads: int | None = None) -> list[torch
         return [out.data, out.scale, max_logits, lse]
     target = target_of(q.device)
     live = live_heads or heads
+    outputs = (
+        out.data.view(torch.uint8),
+        out.scale,
+        out.scale.stride(1),
+        out.scale.stride(2),
+        max_logits,
+        lse,
+    )
     if _fits_sm90(args.q_norm_eps, kv, live, target):
-        grid = (s_q, triton.cdiv(live, prefill_sm90.HEADS_PER_PROGRAM))
-        prefill_sm90.prefill_sm90_kernel[grid](
-            q,
-            q.stride(0),
-            kv,
-            kv.stride(0),
-            kv.shape[0],
-            indices,
-            indices.stride(0),
-            args.topk_length,
-            indices.shape[-1],
-            args.attn_sink,
-            args.token_positions,
-            args.cos_sin_cache,
-            args.sm_scale * LOG2_E,
-            out.data.view(torch.uint8),
-            out.scale,
-            out.scale.stride(1),
-            out.scale.stride(2),
-            max_logits,
-            lse,
-            HEADS=heads,
-            HAS_LEN=args.topk_length is not None,
-            HAS_SINK=args.attn_sink is not None,
-            num_warps=prefill_sm90.WARPS,
-            maxnreg=prefill_sm90.REGISTERS_AT_LAUNCH,
-        )
+        _launch_prefill_sm90(args, outputs, live)
         return [out.data, out.scale, max_logits, lse]
     tile = prefill_tile(live, target)
     prefill_kernel[(s_q, triton.cdiv(live, tile.heads))](
@@ -255,12 +240,7 @@ def prefill(args: PrefillArguments, live_heads: int | None = None) -> list[torch
         args.cos_sin_cache,
         args.sm_scale * LOG2_E,
         args.q_norm_eps or 0.0,
-        out.data.view(torch.uint8),
-        out.scale,
-        out.scale.stride(1),
-        out.scale.stride(2),
-        max_logits,
-        lse,
+        *outputs,
         HEADS=heads,
         H=tile.heads,
         N=tile.rows,
@@ -273,3 +253,30 @@ def prefill(args: PrefillArguments, live_heads: int | None = None) -> list[torch
         num_stages=tile.stages,
     )
     return [out.data, out.scale, max_logits, lse]
+
+
+def _launch_prefill_sm90(args: PrefillArguments, outputs: tuple[object, ...], live: int) -> None:
+    from megabench.backends.triton import prefill_sm90 as sm90
+
+    q, kv, indices = args.q, args.kv, args.indices
+    sm90.prefill_sm90_kernel[(q.shape[0], triton.cdiv(live, sm90.HEADS_PER_PROGRAM))](
+        q,
+        q.stride(0),
+        kv,
+        kv.stride(0),
+        kv.shape[0],
+        indices,
+        indices.stride(0),
+        args.topk_length,
+        indices.shape[-1],
+        args.attn_sink,
+        args.token_positions,
+        args.cos_sin_cache,
+        args.sm_scale * LOG2_E,
+        *outputs,
+        HEADS=q.shape[1],
+        HAS_LEN=args.topk_length is not None,
+        HAS_SINK=args.attn_sink is not None,
+        num_warps=sm90.WARPS,
+        maxnreg=sm90.REGISTERS_AT_LAUNCH,
+    )
