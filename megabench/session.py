@@ -126,7 +126,7 @@ def _terminable() -> Iterator[None]:
 def validate_cases(request: Request) -> int:
     """Validate cases against the golden model -> exit code."""
     with _opened(request) as session:
-        _run(request, session, [_validation(request, device) for device in request.devices])
+        _run(request, session, [validation_setup(request, device) for device in request.devices])
     code = _exit_code(session.folder.path)
     if code == INTERRUPTED:
         say(str(write_html(session.folder.path)))
@@ -134,7 +134,8 @@ def validate_cases(request: Request) -> int:
     return code
 
 
-def _validation(request: Request, device: str) -> Setup:
+def validation_setup(request: Request, device: str) -> ValidateSetup:
+    """What a worker on `device` needs to know to validate for `request`."""
     cores, workers = len(os.sched_getaffinity(0)), len(request.devices)
     return ValidateSetup(
         device=device,

@@ -62,7 +62,7 @@ class Slow(TorchBackend):
     """Right, but long enough to be killed in the middle."""
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.5)
+        time.sleep(0.2)
         return super().linear(x, w, sw)
 
 
