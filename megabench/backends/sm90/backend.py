@@ -14,6 +14,9 @@ from megabench.formats import FP8, NVFP4, V4_FP8, KVRecord
 from megabench.geometry import Geometry
 
 CAPABILITY = (9, 0)
+FEWEST_HEADS = 2 * HEAD_TILE
+"""Tokens x heads from which the kernel wins: one token's reduction over a cluster takes longer than
+Triton's second launch (20.5 against 17.1 us, docs/kernels.md)."""
 OFFSET_BITS = 32
 """Records are addressed in units of 16 bytes by 32-bit offsets."""
 
@@ -65,7 +68,7 @@ class Sm90Backend(TritonBackend):
             and not args.enable_q_norm
             and args.sm_scale > 0
             and (self.live_heads is None or self.live_heads > heads - HEAD_TILE // 2)
-            and q.shape[0] > 0
+            and q.shape[0] * heads >= FEWEST_HEADS
             and q.data_ptr() % 16 == 0
             and q.stride(0) % 8 == 0
             and args.cos_sin_cache.data_ptr() % 16 == 0
