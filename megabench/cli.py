@@ -17,6 +17,7 @@ import click
 
 from megabench.cases import Case, CaseError, Suite, load_suite, nearest, packaged_suites
 from megabench.cli_evidence import profile, repro
+from megabench.cli_faults import faults
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
 from megabench.cli_options import case_options, chosen_cases, continued, run_options
 from megabench.version import __version__
@@ -47,6 +48,7 @@ def cli() -> None:
 
 cli.add_command(gate)
 cli.add_command(baseline)
+cli.add_command(faults)
 cli.add_command(repro)
 cli.add_command(profile)
 

@@ -23,8 +23,9 @@ from megabench.quant import (
 CODE_STD = 128.0
 """Standard deviation of random e4m3 codes; the largest stay below 448, so none is NaN."""
 _FP8_SCALE_BYTES = (118, 119, 120, 121)
-_NVFP4_SCALE_CODES = (0x28, 0x2A, 0x2C, 0x30)
-"""e4m3 of 1/4, 5/16, 3/8 and 1/2: with nibbles of deviation 2.9, keys close to N(0, 1)."""
+_NVFP4_SCALE_CODES = (0x29, 0x2A, 0x2D, 0x2F)
+"""e4m3 of 9/32, 5/16, 13/32 and 15/32: with nibbles of deviation 2.9, keys close to N(0, 1). Odd
+significands, so that a row has the 6 bits a row may have and is no e4m3 by itself."""
 _SPIKE_ROWS = (0, 63, 64, 95)
 """Rows of a 96-row period that stand out: the edges of 64- and 96-row tiles."""
 
