@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megabench.cases import Case, CaseError, Suite, load_suite, nearest, packaged_suites
+from megabench.cases import (
+    Case,
+    CaseError,
+    Suite,
+    at_seeds,
+    load_suite,
+    nearest,
+    packaged_suites,
+)
 from megabench.cli_evidence import profile, repro
 from megabench.cli_faults import faults
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
@@ -101,6 +109,13 @@ def _described(case: Case) -> dict[str, Any]:
     help="Worker processes: a GPU each, or all on the CPU.",
 )
 @click.option(
+    "--seeds",
+    type=click.IntRange(min=1),
+    default=1,
+    metavar="N",
+    help="Repeat every case at N seeds of its inputs.",
+)
+@click.option(
     "--dump",
     type=click.Path(path_type=Path),
     metavar="DIR",
@@ -154,6 +169,7 @@ def _request(
     limit_s: float,
     no_isolate: bool,
     jobs: int = 1,
+    seeds: int = 1,
     dump: Path | None = None,
 ) -> Request:
     """The run asked for, with device, cases, models and backends found; nothing is written yet."""
@@ -169,7 +185,7 @@ def _request(
     return Request(
         command=command,
         suite=loaded,
-        cases=cases,
+        cases=at_seeds(cases, seeds),
         backends=found,
         device=where,
         out=out,

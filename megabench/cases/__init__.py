@@ -3,7 +3,7 @@
 from megabench.cases.batch import Request, parse_batch
 from megabench.cases.case import DEFAULT_MODEL, FAMILIES, Case, Family, Sink
 from megabench.cases.located import CaseError, nearest
-from megabench.cases.suite import AXES, Suite, find_suite, load_suite, packaged_suites
+from megabench.cases.suite import AXES, Suite, at_seeds, find_suite, load_suite, packaged_suites
 
 __all__ = [
     "AXES",
@@ -15,6 +15,7 @@ __all__ = [
     "Request",
     "Sink",
     "Suite",
+    "at_seeds",
     "find_suite",
     "load_suite",
     "nearest",

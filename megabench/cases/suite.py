@@ -86,12 +86,28 @@ class Suite:
         return replace(self, cases=list({case.id: case for case in cases}.values()))
 
     def select(self, pattern: str) -> list[Case]:
-        """Cases whose id matches a glob; CaseError with the nearest id when none does."""
+        """Cases whose id matches a glob; CaseError with the nearest id when none does.
+
+        An id that ends in -seedN may also be that of a listed case at another seed.
+        """
         cases = [case for case in self.cases if fnmatch.fnmatchcase(case.id, pattern)]
+        plain, _, seed = pattern.rpartition("-seed")
+        if not cases and plain and seed.isdecimal():
+            cases = [case for case in self.reseeded(int(seed)).cases if case.id == pattern]
         if not cases:
             hint = nearest(pattern, (case.id for case in self.cases))
             raise CaseError(f"{self.path}: no case matches {pattern!r}{hint}")
         return cases
+
+
+def at_seeds(cases: Sequence[Case], seeds: int) -> list[Case]:
+    """Every case at its own seed and at the `seeds - 1` seeds after it, none twice."""
+    drawn = (
+        case.model_copy(update={"seed": case.seed + more})
+        for case in cases
+        for more in range(seeds)
+    )
+    return list({case.id: case for case in drawn}.values())
 
 
 def packaged_suites() -> list[Path]:
