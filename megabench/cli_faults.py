@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a fault, with every check.")
 def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: bool) -> None:
     """Wear every fault on a backend and validate; exit 1 when one survives or shows nowhere."""
-    from megabench.faults import CATALOGUE, run_faults
+    from megabench.faults import CATALOGUE, Trials
     from megabench.faults.runner import BAD
     from megabench.runs import find_device, resolve_backends
 
@@ -35,7 +35,10 @@ def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: 
     if not chosen:
         raise click.UsageError(f"no fault matches {pattern!r}{nearest(pattern, CATALOGUE)}")
     (name,) = resolve_backends([backend], loaded.cases, where)
-    found = run_faults(chosen, loaded.cases, name, where, _json if as_json else _line)
+    trials, found = Trials(loaded.cases, name, where), []
+    for fault in chosen:
+        found.append(trials.of(fault))
+        (_json if as_json else _line)(found[-1])
     if not as_json:
         _summary(found)
     sys.exit(int(any(finding.outcome in BAD for finding in found)))

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from megabench.cases import Case, CaseError, Request, load_suite, packaged_suites, parse_batch
+from megabench.cases import (
+    Case,
+    CaseError,
+    Request,
+    at_seeds,
+    load_suite,
+    packaged_suites,
+    parse_batch,
+)
 
 PACKAGED = [path.stem for path in packaged_suites()]
 
@@ -266,3 +274,19 @@ def test_a_glob_that_matches_nothing_names_the_nearest_case() -> None:
     assert len(suite.select("r0-*")) == 3
     with pytest.raises(CaseError, match="did you mean 'r1-nvfp4-tp1-1q4'"):
         suite.select("r1-nvfp4-tp1-1q4x")
+
+
+def test_a_case_is_repeated_at_its_own_seed_and_the_next_ones_once(tmp_path: Path) -> None:
+    text = "axes: {batch: [q1, q2], seed: [0, 1]}\n"
+    cases = at_seeds(load_suite(write(tmp_path, text)).cases, 2)
+    assert [case.id for case in cases] == [
+        f"r1-auto-tp1-{batch}{seed}" for batch in ("q1", "q2") for seed in ("", "-seed1", "-seed2")
+    ]
+
+
+def test_an_id_with_a_seed_names_a_listed_case_at_that_seed(tmp_path: Path) -> None:
+    suite = load_suite(write(tmp_path, "axes: {batch: [q1, q2]}\n"))
+    (found,) = suite.select("r1-auto-tp1-q2-seed7")
+    assert found == suite.cases[1].model_copy(update={"seed": 7})
+    with pytest.raises(CaseError, match="no case matches"):
+        suite.select("r1-auto-tp1-q3-seed7")

@@ -19,13 +19,14 @@ from megabench.faults import (  # isort: skip
     runtime,
 )
 from megabench.faults.base import CATALOGUE, GROUPS, Fault
-from megabench.faults.runner import Finding, run_faults
+from megabench.faults.runner import Finding, Trials
 
 __all__ = [
     "CATALOGUE",
     "GROUPS",
     "Fault",
     "Finding",
+    "Trials",
     "dequantization",
     "insertion",
     "loading",
@@ -33,7 +34,6 @@ __all__ = [
     "products",
     "query",
     "rounding",
-    "run_faults",
     "runtime",
     "scales",
     "selection",

@@ -110,3 +110,13 @@ def e2m1_ties_away(args: Args, right: Right) -> None:
     record = read_record(cache, slots, "interleaved")
     record[:, :256] = pairs[args["slot_mapping"] >= 0]
     write_record(cache, slots, record, "interleaved")
+
+
+@fault("K11", "a record's scales are stored one place late", TWO, "swa_cache")
+@after(PAD_AND_INSERT)
+def scales_a_place_late(args: Args, padded: Tensor) -> Tensor:
+    cache, slots = _written(args)
+    record = read_record(cache, slots, "interleaved")
+    record[:, 512:] = record[:, 512:].roll(1, -1)
+    write_record(cache, slots, record, "interleaved")
+    return padded

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from megabench.faults.base import Args, Op, Right, after, before, fault, fresh, instead
-from megabench.faults.triggers import LONG, MIXED, TWO
+from megabench.faults.triggers import IDLE, LONG, MIXED, TWO
 from megabench.validate.trace import DECODE, EINSUM, PREFILL
 
 GRID = 65535
@@ -108,4 +108,11 @@ def added_to_the_old(args: Args, right: Right) -> Any:
     old = args["out_fp8"].view(torch.uint8)[..., 0].clone()
     result = right(args)
     args["out_fp8"].view(torch.uint8)[..., 0] ^= old & 1
+    return result
+
+
+@fault("X8", "tokens that pad the batch are left unwritten", IDLE, "padding_tokens")
+@after(DECODE)
+def padding_tokens_unwritten(args: Args, result: Any) -> Any:
+    args["out_fp8"].view(torch.uint8)[-1] = 0x41
     return result

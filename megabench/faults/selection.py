@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megabench.faults.base import Args, Right, after, before, fault, instead
 from megabench.faults.kernel import Kernel, Pair, kernel
-from megabench.faults.triggers import FAR, MIXED, POOL, SPACED, TWO, UNEVEN
+from megabench.faults.triggers import FAR, IDLE, MIXED, POOL, SPACED, TWO, UNEVEN
 from megabench.validate.trace import COMBINE, DECODE, GATHER, GLOBAL_TOPK, PREFILL
 
 INT32_END = 2**31
@@ -163,3 +163,9 @@ def pages_of_the_next_block(args: Args) -> None:
 def slots_of_16_bits(args: Args, right: Right) -> Any:
     slots = args["indices"]
     return right({**args, "indices": torch.where(slots >= 0, slots & 0x3F, slots)})
+
+
+@fault("G14", "a token that pads the batch has a top-k length", IDLE, "indices_decode")
+@after(GLOBAL_TOPK)
+def padding_token_has_a_length(args: Args, pair: Any) -> Any:
+    return pair[0], pair[1].clamp(min=1)
