@@ -29,6 +29,7 @@ Family = Literal[
     "ramp",
     "monotone",
     "spikes",
+    "far",
 ]
 FAMILIES: tuple[Family, ...] = get_args(Family)
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabench.faults.base import Args, Right, after, before, fault, instead
+from megabench.faults.base import Args, after, before, fault
 from megabench.faults.kernel import Kernel, Pair, kernel
-from megabench.faults.triggers import FAR, IDLE, MIXED, POOL, SPACED, TWO, UNEVEN
+from megabench.faults.triggers import IDLE, MIXED, POOL, SPACED, TWO, UNEVEN
 from megabench.validate.trace import COMBINE, DECODE, GATHER, GLOBAL_TOPK, PREFILL
 
 INT32_END = 2**31
@@ -158,14 +158,7 @@ def pages_of_the_next_block(args: Args) -> None:
     args["block_table"] = args["block_table"].roll(1, -1)
 
 
-@fault("G13", "the page of a far position is looked up in 16 bits", FAR, "lse_decode")
-@instead(DECODE)
-def slots_of_16_bits(args: Args, right: Right) -> Any:
-    slots = args["indices"]
-    return right({**args, "indices": torch.where(slots >= 0, slots & 0x3F, slots)})
-
-
-@fault("G14", "a token that pads the batch has a top-k length", IDLE, "indices_decode")
+@fault("G13", "a token that pads the batch has a top-k length", IDLE, "indices_decode")
 @after(GLOBAL_TOPK)
 def padding_token_has_a_length(args: Args, pair: Any) -> Any:
     return pair[0], pair[1].clamp(min=1)

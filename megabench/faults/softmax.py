@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megabench.faults.base import Args, after, fault
 from megabench.faults.kernel import Kernel, kernel
-from megabench.faults.triggers import EQUAL, FEW, IDLE, INFINITE, MANY, MIXED, TWO
+from megabench.faults.triggers import DISTANT, EQUAL, FEW, IDLE, INFINITE, MANY, MIXED, TWO
 from megabench.validate.trace import PREFILL
 
 TILE = 64
@@ -171,3 +171,13 @@ class FirstTilesMaximum(Kernel):
         weights, _, total = super().softmax(scores)
         top = scores[..., :TILE].amax(-1)
         return weights, top, total
+
+
+@fault("S16", "the running maximum starts at -10^4, not at -inf", DISTANT, "lse_decode")
+@kernel
+class MaximumOfAtLeastMinusTenThousand(Kernel):
+    def softmax(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        top = scores.amax(-1)
+        top = torch.where(top.isinf(), top, top.clamp(min=-1e4))
+        weights = torch.exp(scores - torch.where(top.isinf(), 0.0, top)[..., None])
+        return weights, top, weights.sum(-1)

@@ -26,6 +26,8 @@ _FP8_SCALE_BYTES = (118, 119, 120, 121)
 _NVFP4_SCALE_CODES = (0x29, 0x2A, 0x2D, 0x2F)
 """e4m3 of 9/32, 5/16, 13/32 and 15/32: with nibbles of deviation 2.9, keys close to N(0, 1). Odd
 significands, so that a row has the 6 bits a row may have and is no e4m3 by itself."""
+FAR_KEY = 2.0**17
+"""Of every NoPE dim: with queries near N(0, 1), all scores of a head are alike and near 10^5."""
 _SPIKE_ROWS = (0, 63, 64, 95)
 """Rows of a 96-row period that stand out: the edges of 64- and 96-row tiles."""
 
@@ -55,6 +57,10 @@ def key_values(family: Family, stream: Stream, rows: int, device: torch.device) 
             return ((row * 3 + dim) % 15 - 7).to(torch.float32)
         case "monotone":
             return (row % 256).to(torch.float32) / 64.0 * _signs(HEAD_DIM, device)
+        case "far":
+            return torch.where(dim < NOPE_DIM, FAR_KEY, 0.0).expand(shape) * _signs(
+                HEAD_DIM, device
+            )
         case "spikes":
             edge = torch.isin(row % 96, torch.tensor(_SPIKE_ROWS, device=device))
             return torch.where(edge, 4.0, 0.125) * _signs(HEAD_DIM, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +68,16 @@ def test_the_case_file_holds_the_triggers_and_nothing_else() -> None:
     cases = load_suite("faults").cases
     plain = [case.model_copy(update={"model": DEFAULT_MODEL}).id for case in cases]
     assert set(plain) == {fault.case for fault in ANY}
+
+
+def test_the_documentation_counts_them_right() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "validation.md").read_text(encoding="utf-8")
+    equal, other = sum(bool(f.equivalent) for f in ANY), sum(bool(f.needs) for f in ANY)
+    killed = len(ANY) - equal - other
+    assert (
+        f"{len(ANY)} faults: {killed} killed, none survived, {equal} equivalent, "
+        f"{other} for a GPU." in " ".join(page.split())
+    )
 
 
 def test_the_kernel_that_faults_are_made_of_is_right(trials: Trials) -> None:
