@@ -23,7 +23,7 @@ from reference.linear import linear
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-FOREIGN_OPTIONS = {"--no-deps"}
+FOREIGN_OPTIONS = {"--no-deps", "--junitxml", "--dist", "--case-timeout"}
 """Options of other programs that stand alone in a code span."""
 
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.M | re.S)

@@ -16,17 +16,19 @@ ROOT = Path(megabench.__file__).parent.parent
 _PACKAGED = ROOT / "megabench" / "data" / "deepseek-v4.1-flash.config.json"
 NO_COMMIT = {"GIT_DIR": os.devnull}
 _SMALL = {
-    "hidden_size": 256,
-    "num_attention_heads": 16,
-    "q_lora_rank": 128,
-    "o_groups": 2,
-    "o_lora_rank": 64,
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "q_lora_rank": 32,
+    "o_groups": 1,
+    "o_lora_rank": 32,
+    "max_position_embeddings": 8192,
 }
 
 
 def write_suite(folder: Path, batches: Sequence[str]) -> Path:
-    """`tiny.yaml` with one case a batch, sliding window only, of a model with 16 heads."""
-    config = json.loads(_PACKAGED.read_text(encoding="utf-8")) | _SMALL
+    """`tiny.yaml` with one case a batch, sliding window only, of a model with 8 heads."""
+    config = json.loads(_PACKAGED.read_text(encoding="utf-8"))
+    config["text_config"] |= _SMALL
     (folder / "small.json").write_text(json.dumps(config), encoding="utf-8")
     axes = {"compress_ratio": 0, "kv_cache": "nvfp4_ds_mla", "batch": list(batches)}
     document = {"model": "small.json", "axes": axes}

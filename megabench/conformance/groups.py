@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from megabench.results import StageResult
+if TYPE_CHECKING:  # pytest loads this wherever megabench is installed
+    from megabench.results import StageResult
 
 GROUPS: dict[str, tuple[str, ...]] = {
     "load": ("rope_table", "weights", "attn_sink"),

@@ -29,7 +29,7 @@ _CASE_MARKERS = {
 
 def _asked(config: pytest.Config) -> bool:
     words = [*config.invocation_params.args, *os.environ.get("PYTEST_ADDOPTS", "").split()]
-    return any(str(word).startswith(SUITE) for word in words)
+    return any(str(word).split("::")[0] == SUITE for word in words)
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
