@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from megabench.backends import Backend
+from megabench.validate.guards import fingerprint
 from megabench.validate.judgement import Judgement
 from megabench.validate.stages import Evidence
 from megabench.validate.trace import OPS, whole
+
+_LARGE = 64 << 20
+"""Bytes of a storage that are summed where they lie, not copied and hashed."""
 
 
 class Witness:
@@ -52,9 +56,10 @@ class Witness:
         return call
 
     def _add(self, tensor: Tensor) -> None:
-        # The 1 GB of a long table would tell nothing that the results do not.
-        raw = whole(tensor) if tensor.dtype != torch.float32 else tensor.contiguous()
-        self._hash.update(raw.contiguous().view(torch.uint8).cpu().numpy().data)
+        if tensor.untyped_storage().nbytes() > _LARGE:
+            self._hash.update(str(fingerprint(tensor)).encode())
+        else:
+            self._hash.update(whole(tensor).view(torch.uint8).cpu().numpy().data)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from megabench.cases import load_suite
 from megabench.cases.case import DEFAULT_MODEL
-from megabench.faults import CATALOGUE, GROUPS, Fault, Trials
+from megabench.faults import CATALOGUE, GROUPS, Fault, Trials, runtime, selection
 from megabench.faults.base import replaced
 from megabench.faults.kernel import Kernel, kernel
+from megabench.faults.triggers import MIXED, SPACED
 
 CPU = torch.device("cpu")
 ANY = list(CATALOGUE.values())
@@ -48,6 +51,29 @@ def test_what_needs_a_gpu_is_not_counted_as_killed_without_one(
         "not runnable here",
         "needs cuda, this is cpu",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "limit", "value", "case"),
+    [
+        ("G6", selection, "INT32_END", 1 << 14, SPACED),
+        ("X1b", runtime, "GRID", 1, MIXED),
+    ],
+    ids=["G6", "X1b"],
+)
+def test_a_fault_of_large_sizes_is_killed_where_its_limit_is_small(
+    name: str,
+    module: ModuleType,
+    limit: str,
+    value: int,
+    case: str,
+    trials: Trials,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, limit, value)
+    finding = trials.of(replace(CATALOGUE[name], needs="", case=case))
+    assert finding.outcome == "killed"
+    assert set(CATALOGUE[name].kills) <= set(finding.found_by)
 
 
 @pytest.mark.parametrize("group", PUBLISHED)
