@@ -168,12 +168,20 @@ def _request(
     resume: Path | None,
     limit_s: float,
     no_isolate: bool,
+    weights: Path | None,
     jobs: int = 1,
     seeds: int = 1,
     dump: Path | None = None,
 ) -> Request:
     """The run asked for, with device, cases, models and backends found; nothing is written yet."""
-    from megabench.runs import Request, check_workers, find_device, resolve_backends, suite_for
+    from megabench.runs import (
+        Request,
+        check_weights,
+        check_workers,
+        find_device,
+        resolve_backends,
+        suite_for,
+    )
 
     where = find_device(device)
     check_workers(jobs, where)
@@ -182,6 +190,8 @@ def _request(
     loaded, cases = chosen_cases(suite or default_suite or suite_for(where), pattern, seed)
     names = [name.strip() for name in backends.split(",")]
     found = resolve_backends(names, cases, where)
+    if weights is not None:
+        check_weights(weights, cases)
     return Request(
         command=command,
         suite=loaded,
@@ -194,6 +204,7 @@ def _request(
         resume=resume,
         limit_s=None if no_isolate else limit_s,
         workers=jobs,
+        weights=weights,
         dump=dump,
     )
 
@@ -249,8 +260,10 @@ def main() -> None:
         from megabench.isolate import WorkerError
         from megabench.results import StoreError
         from megabench.runs import RunError
+        from megabench.weights import WeightsError
 
-        if not isinstance(error, (BackendError, GeometryError, StoreError, RunError, WorkerError)):
+        known = (BackendError, GeometryError, StoreError, RunError, WeightsError, WorkerError)
+        if not isinstance(error, known):
             raise
         _fail(str(error))
 

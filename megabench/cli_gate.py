@@ -148,6 +148,8 @@ def bench_processes(
     arguments = ["--backend", ",".join(request.backends), "--device", str(request.device)]
     if request.seed is not None:
         arguments += ["--seed", str(request.seed)]
+    if request.weights is not None:
+        arguments += ["--weights", str(request.weights)]
     arguments += ["--no-validate"] * no_validate + ["--json"] * request.as_json
     limit = request.limit_s
     arguments += ["--no-isolate"] if limit is None else ["--timeout", f"{limit:g}"]

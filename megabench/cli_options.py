@@ -52,6 +52,12 @@ def run_options(command: Command) -> Command:
         click.option(
             "--json", "as_json", is_flag=True, help="Result rows as JSON lines on stdout."
         ),
+        click.option(
+            "--weights",
+            type=click.Path(path_type=Path),
+            metavar="FILE",
+            help="A safetensors checkpoint of the layer in place of random weights.",
+        ),
         click.option("--out", default="reports", metavar="DIR", help="Where run folders are made."),
         click.option("--device", help="cpu, cuda or cuda:N; the first GPU by default, if any."),
         click.option(

@@ -18,6 +18,7 @@ from megabench.results import (
     read_run,
 )
 from megabench.results.store import RESULTS
+from megabench.weights import check_checkpoint, read_checkpoint
 
 _REPORT = "report.html"
 
@@ -78,6 +79,8 @@ class Request:
     """Seconds a case may take in a worker process; None runs all in this one."""
     workers: int = 1
     """A GPU each, or all on the CPU."""
+    weights: Path | None = None
+    """A safetensors checkpoint in place of random weights."""
     dump: Path | None = None
     """Where the tensors of failing cases go."""
 
@@ -87,6 +90,13 @@ class Request:
         if self.workers == 1 or self.device.type == "cpu":
             return [str(self.device)] * self.workers
         return [f"cuda:{index}" for index in range(self.workers)]
+
+
+def check_weights(file: Path, cases: Sequence[Case]) -> None:
+    """WeightsError unless `file` holds the layer of every case's model."""
+    tensors = read_checkpoint(file)
+    for model in dict.fromkeys(case.model for case in cases):
+        check_checkpoint(tensors, Geometry.load(model))
 
 
 def resolve_backends(names: Sequence[str], cases: list[Case], device: torch.device) -> list[str]:

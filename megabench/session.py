@@ -141,9 +141,14 @@ def validation_setup(request: Request, device: str) -> ValidateSetup:
         device=device,
         source=request.suite.source,
         seed=request.seed,
+        weights=_text(request.weights),
         threads=max(1, cores // workers) if workers > 1 else None,
-        dump=str(request.dump) if request.dump is not None else None,
+        dump=_text(request.dump),
     )
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)
 
 
 def bench_cases(request: Request, check: bool) -> int:
@@ -153,6 +158,7 @@ def bench_cases(request: Request, check: bool) -> int:
             device=str(request.device),
             source=request.suite.source,
             seed=request.seed,
+            weights=_text(request.weights),
             suite=request.suite.name,
             folder=str(session.folder.path),
             check=check,

@@ -45,26 +45,30 @@ def scale_shape(rows: int, columns: int) -> tuple[int, int]:
     return round_up(rows, WEIGHT_BLOCK) // WEIGHT_BLOCK, columns // WEIGHT_BLOCK
 
 
+class WeightsError(ValueError):
+    """Weights that cannot be read or do not fit the model; one line for a person."""
+
+
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a safetensors file; ValueError names the file when it cannot be read."""
+    """Tensors of a safetensors file; WeightsError names the file when it cannot be read."""
     try:
         return dict(load_file(path))
     except Exception as error:
-        raise ValueError(f"{path}: cannot be read as safetensors ({error})") from error
+        raise WeightsError(f"{path}: cannot be read as safetensors ({error})") from error
 
 
 def check_checkpoint(tensors: Mapping[str, torch.Tensor], geometry: Geometry) -> None:
-    """ValueError naming the first missing or misshapen tensor."""
+    """WeightsError naming the first missing or misshapen tensor."""
     wanted: dict[str, tuple[tuple[int, ...], int]] = {"attn_sink": ((geometry.num_heads,), 4)}
     for name, (rows, columns) in linear_shapes(geometry).items():
         wanted[f"{name}.weight"] = ((rows, columns), 1)
         wanted[f"{name}.scale"] = (scale_shape(rows, columns), 1)
     for name, (shape, width) in wanted.items():
         if name not in tensors:
-            raise ValueError(f"{name}: missing from the weights; found {sorted(tensors)}")
+            raise WeightsError(f"{name}: missing from the weights; found {sorted(tensors)}")
         tensor = tensors[name]
         if tuple(tensor.shape) != shape or tensor.element_size() != width:
-            raise ValueError(
+            raise WeightsError(
                 f"{name}: expected {list(shape)} of {width} byte(s), "
                 f"got {list(tensor.shape)} {tensor.dtype}"
             )

@@ -27,7 +27,7 @@ from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Measurement, Row, StageResult, Status
 from megabench.results.names import OP_ORDER
-from megabench.workload import Workload, build_weights, build_workload, obstacle
+from megabench.workload import Workload, build_workload, checkpoint, obstacle
 
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
 """Validates a case on a named backend and a device against the golden model."""
@@ -65,6 +65,8 @@ class BenchRun:
     progress: Progress = lambda result: None
     policy: Policy | None = None
     layer_seed: int = 0
+    weights_file: Path | None = None
+    """A checkpoint in place of random weights."""
     weights: Callable[[Workload], Mapping[str, torch.Tensor]] | None = None
     """Checkpoint tensors of a workload's model, where the caller has them already."""
     _weights: dict[Geometry, Mapping[str, torch.Tensor]] = field(default_factory=dict)
@@ -200,7 +202,9 @@ class BenchRun:
     def _weights_of(self, workload: Workload) -> Mapping[str, torch.Tensor]:
         geometry = workload.geometry
         if geometry not in self._weights:
-            self._weights[geometry] = build_weights(geometry, self.layer_seed, self.device)
+            self._weights[geometry] = checkpoint(
+                geometry, self.layer_seed, self.weights_file, self.device
+            )
         return self._weights[geometry]
 
 

@@ -30,6 +30,8 @@ class ValidateSetup(_Model):
     """The case file as the user named it, for commands that repeat a case."""
     seed: int | None = None
     """As given on the command line; chooses the weights."""
+    weights: str | None = None
+    """A safetensors checkpoint in place of random weights."""
     threads: int | None = None
     """Of torch; None leaves its default."""
     dump: str | None = None
@@ -43,6 +45,7 @@ class BenchSetup(_Model):
     device: str
     source: str
     seed: int | None = None
+    weights: str | None = None
     suite: str
     folder: str
     """The run's folder, where measured ceilings are kept for a worker that starts later."""

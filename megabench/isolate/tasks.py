@@ -81,11 +81,16 @@ def run_inline(setup: Setup, jobs: Sequence[Job]) -> Iterator[CaseRow]:
         yield from task(job)
 
 
+def _store(setup: Setup) -> Store:
+    file = None if setup.weights is None else Path(setup.weights)
+    return Store(torch.device(setup.device), layer_seed=setup.seed or 0, weights_file=file)
+
+
 def _validating(setup: ValidateSetup) -> Task:
     if setup.threads is not None:
         torch.set_num_threads(setup.threads)
     device = torch.device(setup.device)
-    store = Store(device, layer_seed=setup.seed or 0)
+    store = _store(setup)
     dumper = None
     if setup.dump is not None:
         dumper = Dumper(Path(setup.dump))
@@ -107,7 +112,7 @@ def _validating(setup: ValidateSetup) -> Task:
 
 def _benching(setup: BenchSetup) -> tuple[list[CaseRow], Task]:
     device = torch.device(setup.device)
-    store = Store(device, layer_seed=setup.seed or 0)
+    store = _store(setup)
     rows = Rows(Path(setup.folder))
     bench = BenchRun(
         folder=rows,
@@ -115,10 +120,11 @@ def _benching(setup: BenchSetup) -> tuple[list[CaseRow], Task]:
         suite=setup.suite,
         judge=_judge(store) if setup.check else None,
         repro=lambda case, backend: repro_command(setup, case, backend),
-        layer_seed=store.layer_seed,
         weights=(lambda workload: store.model(workload.case.model).checkpoint)
         if setup.check
         else None,
+        layer_seed=store.layer_seed,
+        weights_file=store.weights_file,
     )
 
     def run(job: Job) -> list[CaseRow]:
@@ -150,7 +156,9 @@ def repro_command(setup: Setup, case: Case, backend: str) -> str:
     """The command that runs one case on one backend as this run did."""
     words = ["megabench", setup.kind, "--cases", setup.source, "--case", case.id]
     words += ["--backend", backend, "--device", setup.device]
-    return shlex.join(words if setup.seed is None else [*words, "--seed", str(setup.seed)])
+    words += [] if setup.seed is None else ["--seed", str(setup.seed)]
+    words += [] if setup.weights is None else ["--weights", setup.weights]
+    return shlex.join(words)
 
 
 def ended_row(

@@ -173,11 +173,15 @@ def examine(
         tokens=case.num_tokens,
         stages=stages,
         seconds=time.perf_counter() - start,
-        repro=_command(case, backend_name, device, source, store.layer_seed),
+        repro=_command(case, backend_name, device, source, store),
     )
 
 
-def _command(case: Case, backend_name: str, device: torch.device, source: str, seed: int) -> str:
+def _command(case: Case, backend_name: str, device: torch.device, source: str, store: Store) -> str:
     words = ["megabench", "validate", "--cases", source or case.suite, "--case", case.id]
     words += ["--backend", backend_name, "--device", str(device)]
-    return shlex.join([*words, "--seed", str(seed)] if seed else words)
+    if store.layer_seed:
+        words += ["--seed", str(store.layer_seed)]
+    if store.weights_file is not None:
+        words += ["--weights", str(store.weights_file)]
+    return shlex.join(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from megabench.validate.judgement import Judgement
 from megabench.validate.stages import Evidence, load
 from megabench.validate.step import RankRun
 from megabench.validate.trace import EINSUM, LINEAR, TracingBackend
-from megabench.workload import Workload, bind, build_weights, make_layer
+from megabench.workload import Workload, bind, checkpoint, make_layer
 from reference.layer import Weights
 from reference.model import from_config
 
@@ -41,7 +42,8 @@ class Store:
     """Kept from case to case: one model's weights, and one set of ranks' finalized layers.
 
     Only the last model and the last (backend, page layout, TP size) are held, so a run should go
-    through cases in that order. `layer_seed` chooses the random weights.
+    through cases in that order. `layer_seed` chooses the random weights,
+    unless `weights_file` holds a checkpoint.
     """
 
     def __init__(
@@ -49,10 +51,12 @@ class Store:
         device: torch.device,
         layer_seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        weights_file: Path | None = None,
     ) -> None:
         self.device = device
         self.layer_seed = layer_seed
         self.dtype = dtype
+        self.weights_file = weights_file
         self._model: tuple[str, _Model] | None = None
         self._backends: dict[tuple[str, str], TracingBackend] = {}
         self._layers_of: tuple[str, str, str, int] | None = None
@@ -79,10 +83,10 @@ class Store:
             self._forget_layers(None)
             self._model = None
             geometry = Geometry.load(name)
-            checkpoint = build_weights(geometry, self.layer_seed, self.device)
+            tensors = checkpoint(geometry, self.layer_seed, self.weights_file, self.device)
             model = from_config(read_model_config(name))
-            golden = GoldenWeights.of(checkpoint, model, self.dtype)
-            self._model = name, _Model(geometry, checkpoint, golden)
+            golden = GoldenWeights.of(tensors, model, self.dtype)
+            self._model = name, _Model(geometry, tensors, golden)
         return self._model[1]
 
     def _forget_layers(self, group: tuple[str, str, str, int] | None) -> None:

@@ -2,7 +2,7 @@
 
 from megabench.workload.build import POISON, Workload, build_workload
 from megabench.workload.memory import available_bytes, needed_bytes, obstacle
-from megabench.workload.weights import bind, build_weights, clone_pages, make_layer
+from megabench.workload.weights import bind, build_weights, checkpoint, clone_pages, make_layer
 
 __all__ = [
     "POISON",
@@ -11,6 +11,7 @@ __all__ = [
     "bind",
     "build_weights",
     "build_workload",
+    "checkpoint",
     "clone_pages",
     "make_layer",
     "needed_bytes",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -12,7 +13,7 @@ from megabench.geometry import Geometry
 from megabench.hashing import Stream
 from megabench.layer import DeepseekV4MegaAttnAttention, LayerConfig
 from megabench.quant import UE8M0_BIAS
-from megabench.weights import linear_shapes, scale_shape
+from megabench.weights import check_checkpoint, linear_shapes, read_checkpoint, scale_shape
 from megabench.workload.build import Workload
 from megabench.workload.families import CODE_STD, normal_codes
 
@@ -42,6 +43,21 @@ def build_weights(
         words = Stream.of(*label, "scale").words(*scale_shape(rows, columns), device=device)
         tensors[f"{name}.scale"] = (base + steps[words & 3]).to(torch.uint8)
     return tensors
+
+
+def checkpoint(
+    geometry: Geometry, layer_seed: int, file: Path | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """The linears of a safetensors checkpoint, or random ones by seed when `file` is None.
+
+    WeightsError when the file does not hold this model's layer. Its sinks are not used: sinks are
+    an axis of cases.
+    """
+    if file is None:
+        return build_weights(geometry, layer_seed, device)
+    tensors = read_checkpoint(file)
+    check_checkpoint(tensors, geometry)
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _codes(
