@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -59,10 +60,12 @@ class Evil(TorchBackend):
 
 
 class Slow(TorchBackend):
-    """Right, but long enough to be killed in the middle."""
+    """Right, but slow, and in a step of three tokens held while the file `hold` is there."""
 
     def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
         time.sleep(0.2)
+        while len(x) == 3 and Path("hold").exists():
+            time.sleep(0.05)
         return super().linear(x, w, sw)
 
 

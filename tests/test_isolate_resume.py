@@ -83,6 +83,7 @@ def outlive(pids: list[int], seconds: float) -> list[int]:
 def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     folder = tmp_path_factory.mktemp("resumed")
     suite = write_suite(folder, BATCHES)
+    (folder / "hold").touch()
     slow = ("--backend", "evil_backends:Slow", "--device", "cpu", "--out", "runs")
     first = start(folder, "--cases", suite, *slow)
     results = wait_for_rows(files_of(folder), 1, first)
@@ -93,8 +94,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
     second = start(folder, "--resume", results.parent)
     wait_for_rows(files_of(folder), 2, second)
-    workers = children_of(second.pid)
-    assert workers
+    while not (workers := children_of(second.pid)):
+        time.sleep(0.05)
     second.kill()
     second.wait(60)
     orphans = outlive(workers, 10)

@@ -50,6 +50,8 @@ def get_backend(name_or_spec: str, page_layout: PageLayout = "interleaved") -> B
         raise BackendError(f"backend {name_or_spec}: no such backend; {hint}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)
+    except SystemExit as stop:
+        raise BackendError(f"backend {name_or_spec}: {module_name} calls sys.exit") from stop
     except Exception as error:  # a user's module may fail in any way while it is imported
         raise BackendError(f"backend {name_or_spec}: {error}") from error
     backend = _build(found, page_layout) if callable(found) else found

@@ -118,7 +118,7 @@ class _Seat:
         """End the worker; the next job gets a new one."""
         if self.worker is not None:
             self.worker.kill()
-        self.worker, self.ready = None, False
+        self.worker, self.ready, self.group = None, False, None
 
 
 class Pool:
