@@ -27,6 +27,8 @@ COMPRESSED_BLOCK = 128
 """Tokens a block of the compressed cache covers; its page has COMPRESSED_BLOCK / ratio rows."""
 PREFILL_CHUNK_SIZE = 4
 """Requests the prefill workspace is sized for."""
+COMBINED_TOPK_MULTIPLE = 128
+"""Columns of a prefill token's index list are a multiple of this."""
 PADDED_HEADS = (64, 128)
 """Head counts the kernel is built for; live heads are padded up to one of them."""
 

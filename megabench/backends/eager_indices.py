@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megabench.formats import round_up
+from megabench.formats import COMBINED_TOPK_MULTIPLE, round_up
 
 
 def global_topk(
@@ -49,7 +49,7 @@ def combine_topk_swa(
     """
     tokens, device = topk_indices.shape[0], topk_indices.device
     if out is None:
-        width = round_up(topk + window_size, 128)
+        width = round_up(topk + window_size, COMBINED_TOPK_MULTIPLE)
         out = (
             torch.empty((tokens, width), dtype=torch.int32, device=device),
             torch.empty(tokens, dtype=torch.int32, device=device),

@@ -20,6 +20,13 @@ from megabench.backends.eager_attention import attend, rope, store_output
 from megabench.backends.eager_indices import combine_topk_swa, global_topk
 from megabench.backends.eager_matmul import DenseWeights, fp8_einsum, linear
 from megabench.backends.paged import read_rows, read_valid_rows, write_rows
+from megabench.backends.step_arguments import (
+    check_combine,
+    check_gather,
+    check_global_topk,
+    check_insert_compressed,
+    check_pad_and_insert,
+)
 from megabench.formats import (
     HEAD_DIM,
     PAGE_LAYOUTS,
@@ -157,6 +164,7 @@ class TorchBackend:
         cos_sin_cache: torch.Tensor,
         padded_heads: int,
     ) -> torch.Tensor:
+        check_pad_and_insert(q, kv, swa_cache, slot_mapping, positions, cos_sin_cache, padded_heads)
         write_rows(swa_cache, slot_mapping, rope(kv, cos_sin_cache[positions]), self.page_layout)
         return pad_q(q, padded_heads)
 
@@ -169,6 +177,9 @@ class TorchBackend:
         slot_mapping: torch.Tensor,
         compress_ratio: int,
     ) -> None:
+        check_insert_compressed(
+            latent, positions, cos_sin_cache, cache, slot_mapping, compress_ratio
+        )
         closes = (positions + 1) % compress_ratio == 0
         slots = torch.where(closes, slot_mapping, -1)
         row_positions = positions // compress_ratio * compress_ratio
@@ -185,6 +196,7 @@ class TorchBackend:
         block_size: int,
         offset: int,
     ) -> None:
+        check_gather(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset)
         column = torch.arange(out.shape[1] - offset, device=out.device)
         for request in range(out.shape[0]):
             length = (seq_lens if gather_lens is None else gather_lens)[request].to(torch.int64)
@@ -206,6 +218,9 @@ class TorchBackend:
         block_size: int,
         is_valid_token: torch.Tensor,
     ) -> Pair:
+        check_global_topk(
+            topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
+        )
         return global_topk(
             topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
         )
@@ -223,6 +238,16 @@ class TorchBackend:
         N: int,
         out: Pair | None = None,
     ) -> Pair:
+        check_combine(
+            topk_indices,
+            query_start_loc,
+            seq_lens,
+            gather_lens,
+            window_size,
+            compress_ratio,
+            topk,
+            out,
+        )
         return combine_topk_swa(
             topk_indices,
             query_start_loc,

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from megabench.formats import HEAD_DIM, QUANT_GROUP, ROPE_DIM, round_up
+from megabench.formats import (
+    COMBINED_TOPK_MULTIPLE,
+    HEAD_DIM,
+    QUANT_GROUP,
+    ROPE_DIM,
+    round_up,
+)
 from megabench.layer.state import NO_Q_NORM, SF_FLAGS, LayerState
 from megabench.metadata import (
     DeepseekSparseSWAMetadata,
@@ -13,8 +19,6 @@ from megabench.metadata import (
 )
 from megabench.quant import QuantizedActivation
 from megabench.quant import token_slice as _token_slice
-
-COMBINED_TOPK_MULTIPLE = 128
 
 
 class PrefillPath(LayerState):

@@ -14,6 +14,13 @@ import torch
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair, Support
 from megabench.backends.checks import check_tensor, require
+from megabench.backends.step_arguments import (
+    check_combine,
+    check_gather,
+    check_global_topk,
+    check_insert_compressed,
+    check_pad_and_insert,
+)
 from megabench.backends.torch_eager import TorchBackend
 from megabench.backends.triton import (
     attention,
@@ -96,6 +103,7 @@ class TritonBackend(TorchBackend):
         cos_sin_cache: torch.Tensor,
         padded_heads: int,
     ) -> torch.Tensor:
+        check_pad_and_insert(q, kv, swa_cache, slot_mapping, positions, cos_sin_cache, padded_heads)
         return insert.pad_q_and_insert_kv(
             q,
             kv,
@@ -116,6 +124,9 @@ class TritonBackend(TorchBackend):
         slot_mapping: torch.Tensor,
         compress_ratio: int,
     ) -> None:
+        check_insert_compressed(
+            latent, positions, cos_sin_cache, cache, slot_mapping, compress_ratio
+        )
         insert.insert_compressed(
             latent, positions, cos_sin_cache, cache, slot_mapping, compress_ratio, self.page_layout
         )
@@ -130,6 +141,7 @@ class TritonBackend(TorchBackend):
         block_size: int,
         offset: int,
     ) -> None:
+        check_gather(out, k_cache, seq_lens, gather_lens, block_table, block_size, offset)
         gather.dequantize_and_gather_k_cache(
             out, k_cache, seq_lens, gather_lens, block_table, block_size, offset, self.page_layout
         )
@@ -144,6 +156,9 @@ class TritonBackend(TorchBackend):
         block_size: int,
         is_valid_token: torch.Tensor,
     ) -> Pair:
+        check_global_topk(
+            topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
+        )
         return indices.compute_global_topk_indices_and_lens(
             topk_indices, token_to_req_indices, block_table, block_size, is_valid_token
         )
@@ -161,6 +176,16 @@ class TritonBackend(TorchBackend):
         N: int,
         out: Pair | None = None,
     ) -> Pair:
+        check_combine(
+            topk_indices,
+            query_start_loc,
+            seq_lens,
+            gather_lens,
+            window_size,
+            compress_ratio,
+            topk,
+            out,
+        )
         return indices.combine_topk_swa_indices(
             topk_indices,
             query_start_loc,

@@ -8,10 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megabench.formats import round_up
-
-PREFILL_WIDTH_MULTIPLE = 128
-"""The prefill op's topk is a multiple of this."""
+from megabench.formats import COMBINED_TOPK_MULTIPLE, round_up
 
 
 @triton.jit
@@ -137,7 +134,7 @@ def combine_topk_swa_indices(
     round_up(topk + window, 128) columns. query_start_loc may start anywhere.
     """
     tokens = topk_indices.shape[0]
-    width = round_up(topk + window_size, PREFILL_WIDTH_MULTIPLE)
+    width = round_up(topk + window_size, COMBINED_TOPK_MULTIPLE)
     if out is None:
         out = (
             topk_indices.new_empty((tokens, width), dtype=torch.int32),
