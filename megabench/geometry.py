@@ -75,57 +75,75 @@ class Geometry:
             else:
                 packaged = resources.files("megabench.data") / f"{source}.config.json"
                 text, where = packaged.read_text(encoding="utf-8"), str(source)
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise GeometryError(
-                f"model {source}: cannot be read ({error.strerror or error}); "
+                f"model {source}: cannot be read ({getattr(error, 'strerror', None) or error}); "
                 f"give a path to a config.json, or {DEFAULT_MODEL}"
             ) from error
         try:
             config = json.loads(text)
         except json.JSONDecodeError as error:
             raise GeometryError(f"{where}:{error.lineno}: not JSON ({error.msg})") from error
+        except RecursionError as error:
+            raise GeometryError(f"{where}: nested too deeply") from error
         if not isinstance(config, dict):
             raise GeometryError(f"{where}: a config.json holds an object at its top")
         return cls._from_config(config, where)
 
     @classmethod
     def _from_config(cls, config: Mapping[str, Any], where: str) -> Geometry:
-        text = config.get("text_config", config)
+        text = config.get("text_config")
+        if text is None:
+            text = config
+        if not isinstance(text, Mapping):
+            raise GeometryError(f"{where}: text_config must be an object")
 
         def get(key: str, inside: Mapping[str, Any] = text) -> Any:
             if key not in inside:
                 raise GeometryError(f"{where}: key {key} is missing")
             return inside[key]
 
-        scaling = get("rope_scaling")
-        try:
-            geometry = cls(
-                name=str(config.get("_name_or_path") or config.get("model_type", "model")),
-                hidden_size=int(get("hidden_size")),
-                num_heads=int(get("num_attention_heads")),
-                q_lora_rank=int(get("q_lora_rank")),
-                o_groups=int(get("o_groups")),
-                o_lora_rank=int(get("o_lora_rank")),
-                window_size=int(get("sliding_window")),
-                index_topk=int(get("index_topk")),
-                compress_ratios=tuple(int(r) for r in get("compress_ratios")),
-                rope_theta=float(get("rope_theta")),
-                compress_rope_theta=float(get("compress_rope_theta")),
-                yarn=Yarn(
-                    factor=float(get("factor", scaling)),
-                    beta_fast=float(get("beta_fast", scaling)),
-                    beta_slow=float(get("beta_slow", scaling)),
-                    original_max_position=int(get("original_max_position_embeddings", scaling)),
-                ),
-                rms_norm_eps=float(get("rms_norm_eps")),
-                max_position_embeddings=int(get("max_position_embeddings")),
-                head_dim=int(get("head_dim")),
-                rope_dim=int(get("qk_rope_head_dim")),
-            )
-        except (TypeError, ValueError) as error:
-            if isinstance(error, GeometryError):
-                raise
-            raise GeometryError(f"{where}: {error}") from error
+        def number(key: str, inside: Mapping[str, Any] = text) -> float:
+            value = get(key, inside)
+            real = isinstance(value, int | float) and not isinstance(value, bool)
+            if not real or not math.isfinite(value) or value <= 0:
+                raise GeometryError(f"{where}: {key} is {value!r}; must be a positive number")
+            return float(value)
+
+        def whole(key: str, inside: Mapping[str, Any] = text) -> int:
+            value = number(key, inside)
+            if not value.is_integer():
+                raise GeometryError(f"{where}: {key} is {value!r}; must be a whole number")
+            return int(value)
+
+        scaling, ratios = get("rope_scaling"), get("compress_ratios")
+        if not isinstance(ratios, list) or not all(type(ratio) is int for ratio in ratios):
+            raise GeometryError(f"{where}: compress_ratios must be a list of whole numbers")
+        if not isinstance(scaling, Mapping):
+            raise GeometryError(f"{where}: rope_scaling must be an object")
+        geometry = cls(
+            name=str(config.get("_name_or_path") or config.get("model_type", "model")),
+            hidden_size=whole("hidden_size"),
+            num_heads=whole("num_attention_heads"),
+            q_lora_rank=whole("q_lora_rank"),
+            o_groups=whole("o_groups"),
+            o_lora_rank=whole("o_lora_rank"),
+            window_size=whole("sliding_window"),
+            index_topk=whole("index_topk"),
+            compress_ratios=tuple(ratios),
+            rope_theta=number("rope_theta"),
+            compress_rope_theta=number("compress_rope_theta"),
+            yarn=Yarn(
+                factor=number("factor", scaling),
+                beta_fast=number("beta_fast", scaling),
+                beta_slow=number("beta_slow", scaling),
+                original_max_position=whole("original_max_position_embeddings", scaling),
+            ),
+            rms_norm_eps=number("rms_norm_eps"),
+            max_position_embeddings=whole("max_position_embeddings"),
+            head_dim=whole("head_dim"),
+            rope_dim=whole("qk_rope_head_dim"),
+        )
         geometry._check(where)
         return geometry
 
@@ -136,9 +154,6 @@ class Geometry:
         ):
             if value != fixed:
                 raise GeometryError(f"{where}: {key} is {value}; this layer is built for {fixed}")
-        for key in ("hidden_size", "num_heads", "o_groups", "o_lora_rank", "q_lora_rank"):
-            if getattr(self, key) <= 0:
-                raise GeometryError(f"{where}: {key} is {getattr(self, key)}; must be positive")
         for key in ("q_lora_rank", "o_lora_rank"):
             if getattr(self, key) % QUANT_GROUP:
                 raise GeometryError(

@@ -49,7 +49,15 @@ def test_a_flat_config_reads_like_a_nested_one(tmp_path: Path) -> None:
         (json.dumps({"hidden_size": 1}), "rope_scaling is missing"),
         (json.dumps(config(head_dim=576)), "head_dim is 576"),
         (json.dumps(config(o_groups=0)), "o_groups is 0"),
-        (json.dumps(config(num_attention_heads="many")), "many"),
+        (json.dumps(config(num_attention_heads="many")), "num_attention_heads is 'many'"),
+        (json.dumps(config(num_attention_heads=64.5)), r"num_attention_heads is 64\.5"),
+        (json.dumps(config(hidden_size=math.inf)), "hidden_size is inf"),
+        (json.dumps(config(sliding_window=-1)), "sliding_window is -1"),
+        (json.dumps(config(index_topk=True)), "index_topk is True"),
+        (json.dumps(config(compress_ratios="012")), "compress_ratios must be a list"),
+        (json.dumps(config(rope_scaling=None)), "rope_scaling must be an object"),
+        (json.dumps({"text_config": [1]}), "text_config must be an object"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_an_unreadable_config_is_one_line_naming_file_and_key(
@@ -61,6 +69,16 @@ def test_an_unreadable_config_is_one_line_naming_file_and_key(
         Geometry.load(path)
     assert str(path) in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_a_null_text_config_reads_as_a_flat_config() -> None:
+    assert Geometry.load(config(text_config=None)).num_heads == 64
+
+
+def test_a_config_that_is_no_text_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(GeometryError, match=r"config\.json: cannot be read"):
+        Geometry.load(tmp_path / "config.json")
 
 
 def test_a_missing_config_names_the_file() -> None:

@@ -145,7 +145,7 @@ def read_model_config(model: str) -> Any:
             f"model {model!r} cannot be read ({error.strerror}); "
             f"give the path of a config.json, or one of: {known}"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"model {path} is not JSON: {error}") from error
 
 
