@@ -87,6 +87,8 @@ def test_every_written_batch_parses_to_what_was_written(
         ("1q1s2m", "'1q1s2m'"),
         ("-1q1", "'-1q1'"),
         ("1q1s5 ", "'1q1s5 '"),
+        ("999999999q1", "'999999999q1'.*at most"),
+        ("1q1_1048576q1", "'1048576q1'.*at most"),
     ],
 )
 def test_a_bad_batch_names_its_part(text: str, named: str) -> None:
@@ -262,6 +264,12 @@ def test_an_unreadable_model_config_names_file_and_line(tmp_path: Path) -> None:
     path = write(tmp_path, "axes: {batch: 1q1}\nmodel: broken.json")
     with pytest.raises(CaseError, match=r"mine\.yaml:2: model: .*broken\.json is not JSON"):
         load_suite(path)
+
+
+def test_a_model_config_nested_without_end_is_an_error_of_the_case_file(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    with pytest.raises(CaseError, match=r":2: model: .*deep\.json is not JSON"):
+        load_suite(write(tmp_path, "axes: {batch: 1q1}\nmodel: deep.json"))
 
 
 def test_a_missing_file_names_the_nearest_one() -> None:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+MAX_REQUESTS = 1 << 20
+"""Requests of one step, far above what any engine schedules."""
+
 _PART = re.compile(r"(?P<count>\d+)?q(?P<q>\d+)(?P<qk>k?)(?:s(?P<s>\d+)(?P<sk>k?))?")
 
 
@@ -26,7 +29,8 @@ class Request:
         return self.seq_len - self.query_len
 
 
-def _parse_part(part: str, decode_threshold: int) -> list[Request]:
+def _parse_part(part: str, decode_threshold: int) -> tuple[int, Request]:
+    """How many requests a part names, and what each is."""
     match = _PART.fullmatch(part)
     if match is None:
         raise ValueError(
@@ -42,7 +46,7 @@ def _parse_part(part: str, decode_threshold: int) -> list[Request]:
             f"part {part!r}: the length after the step (s{length}) is below the query (q{query})"
         )
     decode = query <= decode_threshold and length > query
-    return [Request(query, length, decode)] * count
+    return count, Request(query, length, decode)
 
 
 def parse_batch(text: str, decode_threshold: int = 1) -> list[Request]:
@@ -51,7 +55,10 @@ def parse_batch(text: str, decode_threshold: int = 1) -> list[Request]:
     A request is a decode iff its query is at most `decode_threshold` and it has a prefix.
     ValueError naming the offending part.
     """
-    requests = [
-        request for part in text.split("_") for request in _parse_part(part, decode_threshold)
-    ]
+    requests: list[Request] = []
+    for part in text.split("_"):
+        count, request = _parse_part(part, decode_threshold)
+        if len(requests) + count > MAX_REQUESTS:
+            raise ValueError(f"part {part!r}: a step has at most {MAX_REQUESTS} requests")
+        requests += [request] * count
     return sorted(requests, key=lambda request: not request.is_decode)
