@@ -1,7 +1,8 @@
 """Checkpoint weights: FP8 in 32x32 blocks with ue8m0 scales, their shards, and random ones by seed.
 
-Names in a checkpoint: wq_b, wo_a, wo_b, each with `.weight` (float8_e4m3fn) and `.scale` (uint8 or
-float8_e8m0fnu, one byte a 32x32 block), and `attn_sink` (float32, one a head).
+Names in a checkpoint: wq_b, wo_a, wo_b, each with `.weight` (float8_e4m3fn, or its bytes as uint8)
+and `.scale` (uint8 or float8_e8m0fnu, one byte a 32x32 block), and `attn_sink` (float32, one a
+head).
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from megabench.geometry import Geometry, Shard
 
 WEIGHT_BLOCK = QUANT_GROUP
 LINEARS = ("wq_b", "wo_a", "wo_b")
+WEIGHT_DTYPES = (torch.float8_e4m3fn, torch.uint8)
+SCALE_DTYPES = (torch.float8_e8m0fnu, torch.uint8)
+"""What a checkpoint may hold; uint8 stands for the same bits without a type."""
 
 
 @dataclass
@@ -58,19 +62,22 @@ def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 
 def check_checkpoint(tensors: Mapping[str, torch.Tensor], geometry: Geometry) -> None:
-    """WeightsError naming the first missing or misshapen tensor."""
-    wanted: dict[str, tuple[tuple[int, ...], int]] = {"attn_sink": ((geometry.num_heads,), 4)}
+    """WeightsError naming the first tensor that is missing or of another shape or dtype."""
+    wanted: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+        "attn_sink": ((geometry.num_heads,), (torch.float32,))
+    }
     for name, (rows, columns) in linear_shapes(geometry).items():
-        wanted[f"{name}.weight"] = ((rows, columns), 1)
-        wanted[f"{name}.scale"] = (scale_shape(rows, columns), 1)
-    for name, (shape, width) in wanted.items():
+        wanted[f"{name}.weight"] = ((rows, columns), WEIGHT_DTYPES)
+        wanted[f"{name}.scale"] = (scale_shape(rows, columns), SCALE_DTYPES)
+    for name, (shape, dtypes) in wanted.items():
         if name not in tensors:
             raise WeightsError(f"{name}: missing from the weights; found {sorted(tensors)}")
         tensor = tensors[name]
-        if tuple(tensor.shape) != shape or tensor.element_size() != width:
+        if tuple(tensor.shape) != shape or tensor.dtype not in dtypes:
+            kinds = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise WeightsError(
-                f"{name}: expected {list(shape)} of {width} byte(s), "
-                f"got {list(tensor.shape)} {tensor.dtype}"
+                f"{name}: expected {list(shape)} {kinds}, got {list(tensor.shape)} "
+                f"{str(tensor.dtype).removeprefix('torch.')}"
             )
 
 

@@ -146,6 +146,8 @@ class LayerState:
         """
         if self._fused_layouts_ready:
             return
+        if not hasattr(self, "wq_b"):
+            raise RuntimeError(f"{self.prefix}: finalize_loaded_weights before load_weights.")
         wq_b = _clone(self.wq_b)
         wo_a = _clone(self.wo_a)
         permute_wq_b_(wq_b.weight, wq_b.weight_scale, self.n_local_heads)

@@ -109,6 +109,32 @@ def test_running_before_the_permutes_is_refused_with_the_prefix() -> None:
         layer.forward_mqa(q, q[:, 0], torch.zeros(1), layer._alloc_attn_out(1, q))
 
 
+def test_finalizing_before_loading_is_refused_with_the_prefix() -> None:
+    with pytest.raises(RuntimeError, match=r"^model\.layers\.0\.attn: .*before load_weights"):
+        DeepseekV4MegaAttnAttention(config()).finalize_loaded_weights()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("wq_b.weight", torch.float8_e5m2),
+        ("wo_a.weight", torch.int8),
+        ("wo_b.scale", torch.float8_e4m3fn),
+        ("attn_sink", torch.int32),
+    ],
+)
+def test_a_tensor_of_another_dtype_is_refused_and_the_old_weights_stay(
+    name: str, dtype: torch.dtype
+) -> None:
+    layer = loaded()
+    layer.finalize_loaded_weights()
+    before = layer.wq_b
+    tensors = checkpoint()
+    with pytest.raises(ValueError, match=rf"^{name}: expected .* {str(dtype)[6:]}$"):
+        layer.load_weights({**tensors, name: tensors[name].view(dtype)})
+    assert layer.wq_b is before
+
+
 def test_finalizing_permutes_both_weights_with_their_scales_exactly_once() -> None:
     layer = loaded(tp_size=2, tp_rank=1)
     wq_b, wo_a = layer.wq_b, layer.wo_a
