@@ -24,17 +24,22 @@ pytestmark = pytest.mark.skipif(
     DRIVER is None or BROWSER is None, reason="chromium and chromedriver are not installed"
 )
 START_SECONDS = 30
+FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--disable-background-networking",
+    "--no-first-run",
+)
 
 
 class Browser:
     """One WebDriver session."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, profile: Path) -> None:
         self.root = f"http://127.0.0.1:{port}"
-        options = {
-            "binary": BROWSER,
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
-        }
+        options = {"binary": BROWSER, "args": [*FLAGS, f"--user-data-dir={profile}"]}
         capabilities = {"alwaysMatch": {"goog:chromeOptions": options}}
         made = self.send("POST", "/session", {"capabilities": capabilities})
         self.session = f"/session/{made['sessionId']}"
@@ -45,6 +50,10 @@ class Browser:
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request, timeout=60) as reply:
             return json.load(reply)["value"]
+
+    def quit(self) -> None:
+        """End the browser; ending the driver alone would leave it running."""
+        self.send("DELETE", self.session)
 
     def open(self, path: Path) -> None:
         self.send("POST", f"{self.session}/url", {"url": path.as_uri()})
@@ -58,13 +67,17 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     assert DRIVER is not None
     process = subprocess.Popen(
         [DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     try:
-        yield Browser(_port(process))
+        found = Browser(_port(process), tmp_path_factory.mktemp("profile"))
+        try:
+            yield found
+        finally:
+            found.quit()
     finally:
         process.terminate()
         process.wait(timeout=10)
