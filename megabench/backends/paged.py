@@ -96,3 +96,20 @@ def write_rows(
     block, offset = target // page, target % page
     for view, fresh in zip(_page_views(cache, layout), encode(rows), strict=True):
         view[block, offset] = torch.where(written.any(), fresh[source], view[block, offset])
+
+
+def read_records(cache: torch.Tensor, slots: torch.Tensor, layout: PageLayout) -> torch.Tensor:
+    """Raw records uint8 [..., nbytes] (data, then scales) of slot ids int64 [...] in the pool."""
+    page = cache.shape[1]
+    parts = [view[slots // page, slots % page] for view in _page_views(cache, layout)]
+    return torch.cat(parts, -1)
+
+
+def write_records(
+    cache: torch.Tensor, slots: torch.Tensor, records: torch.Tensor, layout: PageLayout
+) -> None:
+    """Put raw records uint8 [n, nbytes] into distinct slots int64 [n] of the pool."""
+    page = cache.shape[1]
+    sizes = [view.shape[-1] for view in _page_views(cache, layout)]
+    for view, part in zip(_page_views(cache, layout), torch.split(records, sizes, -1), strict=True):
+        view[slots // page, slots % page] = part

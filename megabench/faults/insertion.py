@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from megabench.backends.eager_attention import rope
-from megabench.backends.paged import write_rows
+from megabench.backends.paged import read_records, write_records, write_rows
 from megabench.faults.base import Args, Right, after, before, fault, instead
 from megabench.faults.triggers import IDLE, MIXED, ODD, SATURATING, SPACED, TWO
 from megabench.quant import quantize_nvfp4
 from megabench.validate.trace import INSERT_COMPRESSED, PAD_AND_INSERT
-from reference.records import read_record, write_record
 
 
 def _written(args: Args) -> tuple[Tensor, Tensor]:
@@ -74,9 +73,9 @@ def page_padding_is_written(args: Args, result: None) -> None:
 @after(PAD_AND_INSERT)
 def one_code_off(args: Args, padded: Tensor) -> Tensor:
     cache, slots = _written(args)
-    record = read_record(cache, slots[:1], "interleaved")
+    record = read_records(cache, slots[:1], "interleaved")
     record[:, 17] ^= 1
-    write_record(cache, slots[:1], record, "interleaved")
+    write_records(cache, slots[:1], record, "interleaved")
     return padded
 
 
@@ -84,20 +83,20 @@ def one_code_off(args: Args, padded: Tensor) -> Tensor:
 @after(INSERT_COMPRESSED)
 def nibbles_stored_swapped(args: Args, result: None) -> None:
     cache, slots = _written(args)
-    record = read_record(cache, slots, "interleaved")
+    record = read_records(cache, slots, "interleaved")
     data = record[:, :256]
     record[:, :256] = (data >> 4) | (data << 4)
-    write_record(cache, slots, record, "interleaved")
+    write_records(cache, slots, record, "interleaved")
 
 
 @fault("K9", "an NVFP4 scale beyond 448 becomes NaN", SATURATING, "compressed_cache")
 @after(INSERT_COMPRESSED)
 def nvfp4_scale_overflows(args: Args, result: None) -> None:
     cache, slots = _written(args)
-    record = read_record(cache, slots, "interleaved")
+    record = read_records(cache, slots, "interleaved")
     scale = record[:, 256:]
     record[:, 256:] = torch.where(scale == 0x7E, 0x7F, scale)
-    write_record(cache, slots, record, "interleaved")
+    write_records(cache, slots, record, "interleaved")
 
 
 @fault("K10", "e2m1 ties are rounded away from zero", MIXED, "compressed_cache")
@@ -107,16 +106,16 @@ def e2m1_ties_away(args: Args, right: Right) -> None:
     cache, slots = _written(args)
     away = rope(args["latent"], args["cos_sin_cache"][args["positions"]])
     pairs, _ = quantize_nvfp4(away * (1 + 2.0**-20))
-    record = read_record(cache, slots, "interleaved")
+    record = read_records(cache, slots, "interleaved")
     record[:, :256] = pairs[args["slot_mapping"] >= 0]
-    write_record(cache, slots, record, "interleaved")
+    write_records(cache, slots, record, "interleaved")
 
 
 @fault("K11", "a record's scales are stored one place late", TWO, "swa_cache")
 @after(PAD_AND_INSERT)
 def scales_a_place_late(args: Args, padded: Tensor) -> Tensor:
     cache, slots = _written(args)
-    record = read_record(cache, slots, "interleaved")
+    record = read_records(cache, slots, "interleaved")
     record[:, 512:] = record[:, 512:].roll(1, -1)
-    write_record(cache, slots, record, "interleaved")
+    write_records(cache, slots, record, "interleaved")
     return padded

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from megabench.backends import Backend
+from megabench.backends.paged import read_records
 from megabench.faults.base import Args, Op, PutOn, Right, Wear, wearing
 from megabench.formats import FP8, NOPE_DIM, KVRecord, PageLayout, record_of
 from megabench.layout import heads_of, output_order
 from megabench.quant import dequantize_mxfp8, dequantize_nvfp4, quantize_kv_mxfp8
 from megabench.validate.trace import DECODE, GATHER, PREFILL
-from reference.records import read_record
 
 Pair = tuple[Tensor, Tensor]
 
@@ -88,7 +88,7 @@ class Kernel:
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Dequantized rows float32 [..., 512] of slots."""
         record = record_of(cache.shape[-1])
-        raw = read_record(cache, slots, self.page_layout)
+        raw = read_records(cache, slots, self.page_layout)
         return self.values(record, raw[..., : record.data_bytes], raw[..., record.data_bytes :])
 
     def values(self, record: KVRecord, data: Tensor, scale: Tensor) -> Tensor:

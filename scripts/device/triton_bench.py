@@ -235,7 +235,7 @@ def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
             times = [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 32, 64)]
             row(f"left {rows} x {columns} warps {warps} stages {stages}", times)
     products.keep(backend)
-    matmul.DENSE_TOKENS = 1
+    products.DENSE_TOKENS = 1
     sizes = (16, 32, 64, 128, 256, 512, 1024, 4096)
     print("wo_a dense, b", sizes)
     row("dense", [attempt(timer, products.einsum(b, backend)) for b in sizes])

@@ -16,7 +16,7 @@ import reference.layouts
 import reference.linear
 import reference.records
 from megabench.backends import TorchBackend
-from megabench.backends.triton import matmul
+from megabench.backends.triton import products
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8
 from megabench.geometry import Geometry
@@ -245,8 +245,8 @@ def test_a_kept_dense_weight_gives_what_the_quantized_one_gives(
     w, sw = quantize_kv_mxfp8(torch.randn(96, 1024, generator=generator(7), device=DEVICE))
     x = torch.randn(70, 1024, generator=generator(8), device=DEVICE).bfloat16()
     weight, dense = w.view(torch.float8_e4m3fn), dequantize_mxfp8(w, sw).bfloat16()
-    monkeypatch.setattr(matmul, "DENSE_TOKENS", 1)
-    got = matmul.linear(x, weight, sw, dense)
+    monkeypatch.setattr(products, "DENSE_TOKENS", 1)
+    got = products.linear(x, weight, sw, dense)
     assert matmul_excess(got, reference.linear.linear(x, w, sw)) <= 1
 
 

@@ -27,8 +27,8 @@ from megabench.backends.triton import (
     gather,
     indices,
     insert,
-    matmul,
     permute,
+    products,
 )
 from megabench.backends.triton.target import interpreting
 from megabench.formats import QUANT_GROUP, V4_FP8, WV_GROUP_SIZE, KVRecord, PageLayout
@@ -210,7 +210,7 @@ class TritonBackend(TorchBackend):
         check_tensor("w", w, torch.float8_e4m3fn, (None, None), x.device)
         check_tensor("x", x, torch.bfloat16, (None, w.shape[1]), x.device)
         check_tensor("sw", sw, torch.uint8, (w.shape[0], w.shape[1] // QUANT_GROUP), x.device)
-        return matmul.linear(x, w, sw, self._dense.kept(w, sw))
+        return products.linear(x, w, sw, self._dense.kept(w, sw))
 
     def fp8_einsum(
         self, equation: str, x: Pair, w: Pair, out: torch.Tensor, recipe: tuple[int, int, int]
@@ -226,4 +226,4 @@ class TritonBackend(TorchBackend):
         check_tensor("w[1]", weight_scale, torch.int32, (h, d, words), data.device)
         check_tensor("out", out, torch.bfloat16, (b, h, d), data.device)
         dense = self._dense.kept(weight, weight_scale)
-        matmul.fp8_einsum(data, scale, weight, weight_scale, out, dense)
+        products.fp8_einsum(data, scale, weight, weight_scale, out, dense)
