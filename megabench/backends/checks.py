@@ -28,6 +28,8 @@ def check_tensor(
     device: torch.device,
 ) -> None:
     """Check dtype, shape (None is any size) and device of one tensor argument."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{argument}: expected a tensor, got {type(tensor).__name__}")
     if tensor.dtype != dtype:
         raise ValueError(f"{argument}: expected {dtype}, got {tensor.dtype}")
     found = tensor.shape

@@ -44,6 +44,10 @@ class LayerState:
         problem = topology_problem(config.geometry, config.tp_size)
         if problem:
             raise ValueError(f"{config.prefix}: {problem}.")
+        if not 0 <= config.tp_rank < config.tp_size:
+            raise ValueError(
+                f"{config.prefix}: rank {config.tp_rank} is not one of {config.tp_size}."
+            )
         if config.compress_ratio not in (0, 1, 2):
             raise ValueError(
                 f"{config.prefix}: compress_ratio {config.compress_ratio} is not 0, 1 or 2."

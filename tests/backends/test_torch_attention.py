@@ -272,6 +272,8 @@ MISUSE: list[tuple[str, dict[str, Any]]] = [
     ("kv", {"kv": torch.zeros(4, 32, 1, 288, dtype=torch.uint8)}),
     ("indices", {"indices": torch.zeros(3, 8, dtype=torch.int64)}),
     ("topk_length", {"topk_length": torch.zeros(4, dtype=torch.int32)}),
+    ("indices", {"indices": None}),
+    ("token_positions", {"token_positions": [0, 1, 2]}),
     ("d_v", {"d_v": 448}),
     ("attn_sink", {"attn_sink": torch.zeros(8)}),
     ("extra_indices", {"extra_indices": None}),

@@ -92,6 +92,12 @@ def test_an_impossible_topology_is_a_value_error_naming_the_prefix() -> None:
         DeepseekV4MegaAttnAttention(config(tp_size=16, prefix="model.layers.7.attn"))
 
 
+@pytest.mark.parametrize("rank", [-1, 2, 5])
+def test_a_rank_outside_the_group_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} is not one of 2"):
+        DeepseekV4MegaAttnAttention(config(tp_size=2, tp_rank=rank))
+
+
 def test_a_writer_and_a_reader_of_different_page_layouts_are_both_named() -> None:
     with pytest.raises(ValueError, match="written page_split, but backend torch reads interleaved"):
         DeepseekV4MegaAttnAttention(config(page_layout="page_split"))
