@@ -43,6 +43,8 @@ class FlashmlaOpsWarning(UserWarning):
 class Registration:
     """What `register_flashmla_ops` did; `undo` it, or use it as a context manager.
 
+    Dropping it undoes nothing.
+
     `backends` maps a device type to the backend that answers there; empty when nothing was done.
     """
 
@@ -177,8 +179,7 @@ def _register(
         for library in reversed(libraries):
             library._destroy()
         raise
-    for backend in chosen.values():
-        ownership.claim(backend.name)
+    ownership.claim(libraries)
     return libraries
 
 

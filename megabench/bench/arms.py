@@ -11,6 +11,7 @@ from megabench.backends import Backend
 from megabench.bench.calls import OpCall, clone_calls, prepare_weights, record_step
 from megabench.bench.measure import Arm
 from megabench.bench.ops import (
+    ATTENTION,
     StepOp,
     input_of,
     run_calls,
@@ -87,8 +88,15 @@ def _op_arm(op: StepOp, name: str, backend: Backend, plain: bool) -> Arm:
         copy_bytes=sum(storages(op.calls).values()),
         first=_op_copy(op.calls, backend, sensitive),
         more=more,
-        note=op.note,
+        note=_note(op.calls, backend, op.note),
     )
+
+
+def _note(calls: list[OpCall], backend: Backend, note: str = "") -> str:
+    """`note`, and what the backend says its attention times contain beside the kernels."""
+    said = getattr(backend, "timing_note", None)
+    attends = any(call.op in ATTENTION for call in calls)
+    return "; ".join(filter(None, (note, said if attends else None)))
 
 
 def _op_copy(calls: list[OpCall], backend: Backend, sensitive: bool) -> Copy:
@@ -123,6 +131,7 @@ def _step_arm(
         first=first,
         more=more,
         max_sets=MAX_STEP_SETS,
+        note=_note(calls, backend),
     )
 
 

@@ -35,6 +35,7 @@ _SINGLE = {
 }
 _GATHER = "dequantize_and_gather_k_cache"
 _PREFILL = "fused_norm_rope_attn_rope_cast_fwd"
+ATTENTION = frozenset({"fused_norm_rope_attn_rope_cast_decode", _PREFILL})
 _PREFILL_CALLS = frozenset({_GATHER, "combine_topk_swa_indices", _PREFILL})
 _WRITES = {
     "fused_norm_rope_attn_rope_cast_decode": ("out_fp8", "out_sf"),

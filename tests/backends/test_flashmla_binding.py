@@ -110,6 +110,8 @@ def test_an_sm100_without_a_compiler_is_told_to_get_one(monkeypatch: pytest.Monk
     monkeypatch.setattr("megabench.backends.flashmla.backend.compiler_problem", lambda: "no nvcc")
     with on_path(PACKAGES):
         assert reason(FlashmlaBackend(), torch.device("cuda")) == "no nvcc"
+    with vllm_ops(names=[DECODE, PREFILL]):
+        assert "predates" in reason(FlashmlaBackend(), torch.device("cuda"))
 
 
 def test_nvcc_is_looked_for_where_deep_gemm_looks(
@@ -151,6 +153,16 @@ def test_an_op_with_an_unknown_schema_is_refused_and_the_package_taken() -> None
             assert library.name == "flash_mla"
 
 
+def test_an_op_without_the_overload_we_call_is_refused() -> None:
+    library = torch.library.Library("_flashmla_C", "DEF")
+    try:
+        for name, schema in flashmla_c.SCHEMAS.items():
+            library.define(name + (".v2" if name == PREFILL else "") + schema)
+        assert f"{PREFILL} has unknown overloads: ['v2']" in reason(StandinBackend())
+    finally:
+        library._destroy()
+
+
 def test_a_vllm_whose_library_does_not_load_is_named(tmp_path: Path) -> None:
     package(tmp_path, "vllm", "raise AssertionError('vllm itself is never imported')")
     (tmp_path / "vllm" / "_flashmla_C.abi3.so").write_text("not a library")
@@ -180,6 +192,12 @@ def test_a_vllm_built_without_flashmla_is_named(tmp_path: Path) -> None:
             "    decode = prefill = permute_q_b_proj = permute_wv_proj = lambda q, kv: None",
             "decode has unknown arguments ('q', 'kv')",
         ),
+        (
+            "class fused_norm_rope_attn_rope_cast:\n"
+            "    decode = prefill = permute_q_b_proj = permute_wv_proj = range",
+            "decode has unknown arguments ()",
+        ),
+        ("import sys; sys.exit('no GPU')", "does not load (no GPU)"),
     ],
 )
 def test_a_bad_flash_mla_is_named_with_its_fault(tmp_path: Path, source: str, text: str) -> None:
@@ -192,6 +210,7 @@ def test_a_bad_flash_mla_is_named_with_its_fault(tmp_path: Path, source: str, te
     [
         ("raise OSError('libnvrtc.so.13: cannot open')", "OSError: libnvrtc.so.13: cannot open"),
         ("assert None is not None", "set CUDA_HOME"),
+        ("import sys; sys.exit('no GPU')", "SystemExit: no GPU"),
         ("def fp8_einsum(): ...", "has no fp8_gemm_nt"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from standin_backend import StandinBackend
 
 import megabench
 from megabench.backends import BackendError, Support, TorchBackend
+from megabench.backends.flashmla import ownership
 from megabench.backends.flashmla.schemas import DECODE, PERMUTE_Q_B, PERMUTE_WV, PREFILL, SCHEMAS
 from megabench.flashmla_ops import FlashmlaOpsWarning
 
@@ -86,6 +88,18 @@ def test_undoing_gives_the_vendors_kernels_back() -> None:
         registration.undo()
         assert not registration.active
         assert torch.equal(permute()[0].view(torch.uint8), vendor[0].view(torch.uint8))
+
+
+def test_the_ops_stay_when_the_registration_is_dropped() -> None:
+    """A plugin's function ends, and with it every name it gave."""
+    megabench.register_flashmla_ops(MARKED)
+    gc.collect()
+    try:
+        assert permute()[0].item() == 42
+    finally:
+        for library in ownership._claims:
+            library._destroy()
+        ownership.release()
 
 
 def test_without_a_library_undoing_removes_the_ops() -> None:

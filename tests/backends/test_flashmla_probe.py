@@ -106,6 +106,17 @@ def test_without_a_gpu_the_ops_are_not_called_and_that_is_no_success() -> None:
         )
 
 
+def test_the_compiler_that_is_asked_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for environment in ({"DG_JIT_USE_NVRTC": "1"}, {"DG_JIT_NVCC_COMPILER": sys.executable}):
+        monkeypatch.delenv("DG_JIT_USE_NVRTC", raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        (found,) = [c for c in probe.probe_flashmla(CPU) if c[0].endswith(": compiler")]
+        named = "NVRTC" if "DG_JIT_USE_NVRTC" in environment else sys.executable
+        assert found[1]
+        assert found[2].startswith(named)
+
+
 def test_doctor_prints_the_verdicts_and_fails_on_a_bad_one() -> None:
     done = CliRunner().invoke(cli, ["doctor", "--probe", "layout", "--probe", "flashmla"])
     assert "torch on cpu: 7 readers and writers use interleaved pages" in done.output

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from standin_backend import StandinBackend
 import reference.layouts
 import reference.linear
 from megabench.backends import TorchBackend
+from megabench.backends.flashmla.binding import adapt_wheel
 from megabench.backends.flashmla.gemm import PackedScales, pack_rows
 from megabench.cases import Case
 from megabench.formats import FP8, NVFP4, KVRecord
@@ -39,6 +41,7 @@ CPU = torch.device("cpu")
 TABLE = cos_sin_cache(Geometry.load(), 64, compressed=True)
 MODEL = "deepseek-v4.1-flash.config.json"
 LIBRARIES = ("vllm", "flash_mla")
+PACKAGE = ("decode", "prefill", "permute_q_b_proj", "permute_wv_proj")
 
 
 @pytest.fixture(params=LIBRARIES)
@@ -149,6 +152,51 @@ def test_one_output_without_the_other_is_refused(backend: StandinBackend) -> Non
     out = alloc_mega_attn_output(3, 8, CPU)
     with pytest.raises((RuntimeError, ValueError), match="out_sf"):
         backend.fused_norm_rope_attn_rope_cast_decode(*arguments.values(), out.data, None)
+
+
+@pytest.mark.parametrize("op", ["decode", "fwd"])
+def test_outputs_by_name_are_the_same_ones(backend: StandinBackend, op: str) -> None:
+    torch.manual_seed(7)
+    arguments = decode_arguments() if op == "decode" else prefill_arguments()
+    run = getattr(backend, f"fused_norm_rope_attn_rope_cast_{op}")
+    fresh = run(*arguments.values())
+    for positional, named in ((arguments, {}), ({}, arguments)):
+        out = alloc_mega_attn_output(3, 8, CPU)
+        pair = {"out_sf": out.scale, "out_fp8": out.data}
+        given = run(*positional.values(), **dict(reversed(named.items())), **pair)
+        assert given[0].data_ptr() == out.data.data_ptr()
+        assert torch.equal(out.data.view(torch.uint8), fresh[0].view(torch.uint8))
+        assert torch.equal(out.scale, fresh[1])
+
+
+@pytest.mark.parametrize("op", ["decode", "fwd"])
+def test_a_wrong_number_of_arguments_is_refused(backend: StandinBackend, op: str) -> None:
+    arguments = decode_arguments() if op == "decode" else prefill_arguments()
+    run = getattr(backend, f"fused_norm_rope_attn_rope_cast_{op}")
+    for wrong in ([*arguments.values()][:-1], [*arguments.values(), None, None, None]):
+        with pytest.raises((TypeError, RuntimeError), match="argument"):
+            run(*wrong)
+
+
+@pytest.mark.parametrize("op", ["decode", "fwd"])
+def test_a_call_as_the_layer_makes_it_takes_few_steps_of_python(
+    monkeypatch: pytest.MonkeyPatch, op: str
+) -> None:
+    """What benchmarks/adapter_overhead.py times, told without a clock: the arguments of a call to
+    the package are not bound one by one."""
+    arguments = [*(decode_arguments() if op == "decode" else prefill_arguments()).values()]
+    made = [torch.empty(0)] * (3 if op == "decode" else 4)
+    fused: Any = SimpleNamespace(**dict.fromkeys(PACKAGE, lambda *args: made))
+    backend = StandinBackend()
+    monkeypatch.setattr(backend, "_vendor", adapt_wheel(fused, "", {}))
+    run = getattr(backend, f"fused_norm_rope_attn_rope_cast_{op}")
+    steps: list[str] = []
+    sys.setprofile(lambda frame, event, argument: steps.append(event))
+    try:
+        run(*arguments)
+    finally:
+        sys.setprofile(None)
+    assert len([event for event in steps if event in ("call", "c_call")]) < 12
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [

@@ -42,6 +42,12 @@ class Caching(TorchBackend):
         return self.kept.clone()
 
 
+class Copying(TorchBackend):
+    """Says what its attention times contain, as a binding to ops that allocate does."""
+
+    timing_note = "each attention call includes one copy"
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> str:
     """The default model with 8 heads and one group: head_dim, window and pages as ever."""
@@ -111,6 +117,14 @@ def test_two_backends_are_measured_op_by_op_and_compared(
     assert stored.ceilings is not None
     assert {c.op for c in stored.comparisons} == {m.op for m in rows[0].measurements}
     assert all(c.backend == names[1] and c.baseline == "torch" for c in stored.comparisons)
+
+
+def test_what_a_backend_says_of_its_attention_times_stands_with_them(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    (row,) = start(right).run([Case(model=model, batch="1q1s40_1q3")], [f"{__name__}:Copying"])
+    told = {m.op for m in row.measurements if Copying.timing_note in m.note}
+    assert told == {"prefill", "decode_attention", "step"}
 
 
 def test_a_wrong_case_is_reported_and_not_timed(start: Callable[..., BenchRun], model: str) -> None:

@@ -8,6 +8,7 @@ activation quantizer) are the Triton kernels of ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ class VendorOps(TorchBackend):
             return Support(False, search.reason)
         if gemm.library is None:
             return Support(False, gemm.reason)
-        return Support(True)
+        problem = compiler_problem() if device.type == "cuda" else None
+        return Support(problem is None, problem)
 
     def device_problem(self, device: torch.device) -> str | None:
         """Why the vendor's kernels cannot run on `device`, whatever is installed."""
@@ -88,7 +90,7 @@ class VendorOps(TorchBackend):
         major, minor = torch.cuda.get_device_capability(device)
         if major != DEVICE_FAMILY:
             return f"FlashMLA mega attention requires sm_10x GPUs; {device} is sm_{major}{minor}."
-        return compiler_problem()
+        return None
 
     # ---- attention ------------------------------------------------------------
 
@@ -99,12 +101,12 @@ class VendorOps(TorchBackend):
     ) -> list[torch.Tensor]:
         if self._vendor.in_place:
             return list(self._vendor.decode(*args, **kwargs))
-        return _into(self._vendor.decode, DecodeArguments(*args, **kwargs))
+        return _into(self._vendor.decode, DecodeArguments, args, kwargs)
 
     def fused_norm_rope_attn_rope_cast_fwd(self, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         if self._vendor.in_place:
             return list(self._vendor.prefill(*args, **kwargs))
-        return _into(self._vendor.prefill, PrefillArguments(*args, **kwargs))
+        return _into(self._vendor.prefill, PrefillArguments, args, kwargs)
 
     # ---- weights --------------------------------------------------------------
 
@@ -166,13 +168,25 @@ def _is_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
     )
 
 
+_INPUTS = {kind: len(fields(kind)) - 2 for kind in (DecodeArguments, PrefillArguments)}
+"""How many arguments come before the output pair."""
+
+
 def _into(
-    op: Callable[..., Sequence[torch.Tensor]], args: DecodeArguments | PrefillArguments
+    op: Callable[..., Sequence[torch.Tensor]],
+    kind: type[DecodeArguments] | type[PrefillArguments],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> list[torch.Tensor]:
     """Call an op that allocates, then copy its pair into the caller's, where there is one."""
-    out_fp8, out_sf = args.out_fp8, args.out_sf
+    count = _INPUTS[kind]
+    if kwargs or len(args) not in (count, count + 2):
+        # Only where it must be: binding costs more than all the rest of our call.
+        bound = kind(*args, **kwargs)
+        args = (*bound.inputs(), bound.out_fp8, bound.out_sf)
+    out_fp8, out_sf = args[count:] or (None, None)
     require((out_fp8 is None) == (out_sf is None), "out_sf", "give out_fp8 and out_sf, or neither")
-    made_fp8, made_sf, *rest = op(*args.inputs())
+    made_fp8, made_sf, *rest = op(*args[:count])
     if out_fp8 is None or out_sf is None:
         return [made_fp8, made_sf, *rest]
     out_fp8.copy_(made_fp8)

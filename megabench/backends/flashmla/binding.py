@@ -240,7 +240,7 @@ def _import_wheel() -> ModuleType:
         if error.name == "flash_mla":
             raise LibraryAbsentError(f"flash_mla is not installed; {INSTALL}") from error
         raise LibraryAbsentError(f"flash_mla does not import ({first_line(error)})") from error
-    except Exception as error:  # a .so that does not load raises OSError, RuntimeError, ...
+    except (Exception, SystemExit) as error:  # a .so that does not load: OSError, RuntimeError, ...
         raise LibraryAbsentError(
             f"flash_mla {release('sgl-flash-mla')} is installed but does not load "
             f"({first_line(error)}); it needs a CUDA build of torch >= 2.10 and libcudart.so.13"
@@ -250,13 +250,21 @@ def _import_wheel() -> ModuleType:
 def _check_wheel(fused: ModuleType, version: str) -> None:
     for name, expected in _WHEEL_ARGUMENTS.items():
         function = getattr(fused, name, None)
-        actual = tuple(inspect.signature(function).parameters) if callable(function) else ()
+        actual = _parameters(function)
         if actual[: len(expected)] != expected:
             raise LibraryUnfitError(f"flash_mla {version}: {name} has unknown arguments {actual}")
     for name in SCHEMAS:
         problem = schema_problem(WHEEL_NAMESPACE, name, in_place=False)
         if problem:
             raise LibraryUnfitError(f"flash_mla {version}: {problem}")
+
+
+def _parameters(function: Any) -> tuple[str, ...]:
+    """Names of a Python function's parameters; none of a compiled one's, which tells no names."""
+    try:
+        return tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return ()
 
 
 def adapt_wheel(fused: ModuleType, version: str, legacy: dict[str, Any]) -> AttentionLibrary:

@@ -106,7 +106,8 @@ def _import(module_name: str, distribution: str) -> ModuleType:
         raise LibraryAbsentError(
             f"{module_name} ({distribution} {release(distribution)}) does not import ({missing})"
         ) from error
-    except Exception as error:  # .so not loading, no CUDA home (AssertionError), missing files, ...
+    # A .so not loading, no CUDA home (AssertionError), missing files, ...
+    except (Exception, SystemExit) as error:
         raise LibraryAbsentError(
             f"{module_name} ({distribution} {release(distribution)}) does not import "
             f"({type(error).__name__}: {first_line(error)}); its library is built for one torch, "
@@ -120,16 +121,21 @@ def _version(module: ModuleType, distribution: str) -> str:
     return f"{number} ({build(libraries[0])})" if libraries else str(number)
 
 
-def compiler_problem() -> str | None:
-    """Why DeepGEMM could not compile a kernel here, or None when a compiler is in sight."""
+def compiler() -> str | None:
+    """What DeepGEMM would compile with: the path of an nvcc, or NVRTC where that is asked for."""
     if os.environ.get("DG_JIT_USE_NVRTC") == "1":
-        return None
+        return "NVRTC (DG_JIT_USE_NVRTC=1)"
     named = (os.environ.get(name) for name in ("DG_JIT_NVCC_COMPILER", "JIT_NVCC_COMPILER"))
     homes = (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))
     candidates = [name for name in named if name]
     candidates += [f"{home}/bin/nvcc" for home in homes if home]
     candidates += [shutil.which("nvcc") or "", "/usr/local/cuda/bin/nvcc"]
-    if any(os.access(path, os.X_OK) for path in candidates if path):
+    return next((path for path in candidates if path and os.access(path, os.X_OK)), None)
+
+
+def compiler_problem() -> str | None:
+    """Why DeepGEMM could not compile a kernel here, or None when a compiler is in sight."""
+    if compiler():
         return None
     return (
         "deep_gemm compiles its kernels when they are first called, and there is no nvcc: install "

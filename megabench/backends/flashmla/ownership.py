@@ -6,6 +6,8 @@ never take those for the vendor's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from megabench.backends.flashmla.schemas import SCHEMAS
@@ -13,7 +15,7 @@ from megabench.backends.flashmla.schemas import SCHEMAS
 NAMESPACE = "_flashmla_C"
 _VENDOR_OPS = (*SCHEMAS, "sparse_decode_fwd", "sparse_prefill_fwd", "dense_prefill_fwd")
 
-_claims: set[str] = set()
+_claims: list[Any] = []
 
 
 def defined(name: str) -> bool:
@@ -31,9 +33,10 @@ def ours() -> bool:
     return bool(_claims)
 
 
-def claim(backend: str) -> None:
-    """Note that a backend of ours answers for the ops."""
-    _claims.add(backend)
+def claim(libraries: list[Any]) -> None:
+    """Note that ours answer for the ops, and keep their registrations until `release`: torch
+    withdraws one when it is collected, and a caller need not hold on to it."""
+    _claims.extend(libraries)
 
 
 def release() -> None:

@@ -27,7 +27,7 @@ from megabench.backends.flashmla.binding import (
     LibraryUnfitError,
     first_line,
 )
-from megabench.backends.flashmla.gemm import compiler_problem, find_gemm
+from megabench.backends.flashmla.gemm import compiler, compiler_problem, find_gemm
 from megabench.backends.flashmla.schemas import DECODE, PERMUTE_Q_B, PERMUTE_WV, PREFILL, SCHEMAS
 from megabench.backends.torch_eager import TorchBackend
 from megabench.formats import FP8, HEAD_DIM, NVFP4, QUANT_GROUP, ROPE_DIM, WV_GROUP_SIZE
@@ -176,7 +176,7 @@ def probe_flashmla(device: torch.device | None = None) -> list[Check]:
     name = gemm.library.name if gemm.library else "deep_gemm"
     checks.append((f"{name}: library", gemm.library is not None, _gemm_detail()))
     problem = compiler_problem()
-    checks.append((f"{name}: compiler", problem is None, problem or "nvcc is there"))
+    checks.append((f"{name}: compiler", problem is None, problem or f"{compiler()} is there"))
     calls = [(source, op) for source in found for op in SCHEMAS]
     calls += [(name, op) for op in GEMM_CALLS if gemm.library is not None]
     return checks + _calls(calls, device)

@@ -61,6 +61,8 @@ def schema_problem(namespace: str, name: str, *, in_place: bool) -> str | None:
     if packet is None:
         return f"{namespace}.{name} is not registered"
     expected = SCHEMAS[name] if in_place else without_out(SCHEMAS[name])
+    if "default" not in packet.overloads():
+        return f"{namespace}.{name} has unknown overloads: {packet.overloads()}; known: {expected}"
     actual = packet.default._schema
     parsed = torch._C.parse_schema(expected)
     if _arguments(actual) == _arguments(parsed) and len(actual.returns) == len(parsed.returns):
