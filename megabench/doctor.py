@@ -15,8 +15,8 @@ from megabench.results.environment import cpu_name
 from megabench.version import __version__
 
 _OPTIONAL = {
-    "sgl-flash-mla": "FlashMLA's kernels; pip install 'megabench[flashmla]'",
-    "sgl-deep-gemm": "DeepGEMM's kernels; pip install 'megabench[flashmla]'",
+    "sgl-flash-mla": "FlashMLA's kernels; pip install 'sgl-flash-mla>=1.0'",
+    "sgl-deep-gemm": "DeepGEMM's kernels; pip install 'sgl-deep-gemm>=0.2.5'",
     "vllm": "its bundled FlashMLA and DeepGEMM serve the flashmla backend",
 }
 _UNPROVEN = {

@@ -16,7 +16,7 @@ from megabench.isolate.process import TAIL_BYTES
 from megabench.results import CaseResult, Run, read_run
 
 EVIL = "evil_backends:Evil"
-LIMIT_S = 12
+LIMIT_S = 25
 CAUSES = {
     1: None,
     2: "exit",

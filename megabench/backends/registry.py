@@ -11,7 +11,7 @@ from typing import cast
 import torch
 
 from megabench.backends.base import Backend, Support
-from megabench.formats import KVRecord, PageLayout
+from megabench.formats import NVFP4, KVRecord, PageLayout
 from megabench.geometry import Geometry
 
 ENTRY_POINT_GROUP = "megabench.backends"
@@ -39,8 +39,12 @@ def get_backend(name_or_spec: str, page_layout: PageLayout = "interleaved") -> B
     """The backend of a known name or of `package.module:attribute` (a class, factory or object).
 
     A class or factory is called with `page_layout=`. BackendError says what is wrong with the name,
-    the import, or the object; `auto` needs a geometry and a device: see `choose_backend`.
+    the import, or the object. `auto` is the fastest for the packaged model on the first GPU, or on
+    the CPU; `choose_backend` chooses for any other case, and says why.
     """
+    if name_or_spec == AUTO:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        name_or_spec, _ = choose_backend(Geometry.load(), device, NVFP4, page_layout)
     spec = backend_specs().get(name_or_spec, name_or_spec)
     module_name, colon, attribute = spec.partition(":")
     if not colon:

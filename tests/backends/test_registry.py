@@ -59,6 +59,13 @@ def test_a_module_that_fails_to_import_is_a_backend_error(
     sys.modules.pop("half_a_backend", None)
 
 
+def test_auto_by_name_is_the_fastest_here() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    chosen, _ = choose_backend(Geometry.load(), device, FP8, "page_split")
+    backend = get_backend("auto", "page_split")
+    assert (backend.name, backend.page_layout) == (chosen, "page_split")
+
+
 def test_auto_takes_a_supported_backend_and_says_why_not_the_others() -> None:
     name, refused = choose_backend(Geometry.load(), torch.device("cpu"), FP8)
     assert name not in refused
