@@ -27,6 +27,7 @@ def _check_integers(
     argument: str, tensor: torch.Tensor, size: int | None, device: torch.device
 ) -> None:
     """Check an int32 or int64 vector whose entries lie together."""
+    require(isinstance(tensor, torch.Tensor), argument, "expected a tensor")
     if tensor.dtype not in _INTEGERS:
         raise ValueError(f"{argument}: expected int32 or int64, got {tensor.dtype}")
     check_tensor(argument, tensor, tensor.dtype, (size,), device)
@@ -52,8 +53,7 @@ def _check_rows(
     check_tensor(argument, rows, torch.bfloat16, (None, HEAD_DIM), device)
     require(rows.stride(1) == 1, argument, "rows must be contiguous")
     for name, tensor in (("slot_mapping", slot_mapping), ("positions", positions)):
-        check_tensor(name, tensor, torch.int64, (rows.shape[0],), device)
-        require(tensor.is_contiguous(), name, "must be contiguous")
+        _check_integers(name, tensor, rows.shape[0], device)
     check_tensor("cos_sin_cache", cos_sin_cache, torch.float32, (None, ROPE_DIM), device)
     require(cos_sin_cache.is_contiguous(), "cos_sin_cache", "must be contiguous")
 
@@ -70,6 +70,9 @@ def check_pad_and_insert(
     """Of `pad_q_and_insert_kv`."""
     check_tensor("q", q, torch.bfloat16, (None, None, HEAD_DIM), q.device)
     check_tensor("kv", kv, torch.bfloat16, (q.shape[0], HEAD_DIM), q.device)
+    # As the engine's fused insert has it; the compressed insert leaves the width open.
+    check_tensor("slot_mapping", slot_mapping, torch.int64, (q.shape[0],), q.device)
+    check_tensor("positions", positions, torch.int64, (q.shape[0],), q.device)
     _check_rows("kv", kv, slot_mapping, positions, cos_sin_cache)
     record = check_cache("swa_cache", swa_cache, q.device)
     require(record is FP8, "swa_cache", f"holds {FP8.nbytes}-byte {FP8.name} records")

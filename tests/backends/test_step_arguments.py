@@ -157,3 +157,17 @@ def test_a_misused_argument_is_named_before_anything_is_written(
 @pytest.mark.parametrize("op", WRONG)
 def test_the_calls_that_are_spoilt_are_right_as_they_stand(op: str) -> None:
     getattr(TorchBackend(), op)(**arguments(op))
+
+
+@pytest.mark.parametrize("backend", [TorchBackend(), TritonBackend()], ids=lambda b: str(b.name))
+def test_compressed_rows_land_alike_whatever_the_width_of_slots_and_positions(
+    backend: TorchBackend,
+) -> None:
+    call, caches = arguments("insert_compressed"), []
+    for dtype in (torch.int64, torch.int32):
+        cache = call["cache"].clone()
+        narrowed = {name: call[name].to(dtype) for name in ("slot_mapping", "positions")}
+        backend.insert_compressed(**(call | narrowed | {"cache": cache}))
+        caches.append(cache)
+    assert not torch.equal(caches[0], call["cache"])
+    assert torch.equal(*caches)

@@ -110,7 +110,7 @@ def pad_q_and_insert_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if part == 0:
-        slot = tl.load(slot_ptr + token)
+        slot = tl.load(slot_ptr + token).to(tl.int64)
         if (slot >= 0) & (slot < slots):
             _insert_row(
                 kv_ptr + token * kv_stride,
@@ -151,7 +151,7 @@ def insert_compressed_kernel(
     FP8_CVT: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + token)
+    slot = tl.load(slot_ptr + token).to(tl.int64)
     position = tl.load(position_ptr + token).to(tl.int64)
     if ((position + 1) % ratio == 0) & (slot >= 0) & (slot < slots):
         _insert_row(
