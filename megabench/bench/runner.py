@@ -31,7 +31,6 @@ from megabench.workload import Workload, build_workload, checkpoint, obstacle
 
 Judge = Callable[[Case, str, torch.device], list[StageResult]]
 """Validates a case on a named backend and a device against the golden model."""
-Progress = Callable[[CaseResult], None]
 
 
 class RowSink(Protocol):
@@ -62,7 +61,6 @@ class BenchRun:
     """None times without validating first."""
     repro: Callable[[Case, str], str] = lambda case, backend: ""
     """The command that runs a case on a backend alone."""
-    progress: Progress = lambda result: None
     policy: Policy | None = None
     layer_seed: int = 0
     weights_file: Path | None = None
@@ -90,11 +88,6 @@ class BenchRun:
         )
         self._pool = LayerPool(self.weights or self._weights_of)
 
-    def run(self, cases: Sequence[Case], backends: Sequence[str]) -> list[CaseResult]:
-        """Bench every case on every backend, in an order that shares weights -> the rows."""
-        order = sorted(cases, key=lambda case: (case.model, case.page_layout, case.tp))
-        return [row for case in order for row in self.run_case(case, backends)]
-
     def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
         """Bench one case on every backend; one row each, whatever happens."""
         started = time.perf_counter()
@@ -107,7 +100,6 @@ class BenchRun:
         for row in rows.values():
             row.seconds = seconds / len(rows)
             self.folder.append(row)
-            self.progress(row)
         for comparison in comparisons:
             self.folder.append(comparison)
         return list(rows.values())

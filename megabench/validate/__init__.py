@@ -8,7 +8,6 @@ docs/validation.md.
 from megabench.validate.runner import (
     Skipped,
     examine,
-    run_validate,
     skip_reason,
     validate_case,
 )
@@ -21,7 +20,6 @@ __all__ = [
     "Store",
     "TracingBackend",
     "examine",
-    "run_validate",
     "skip_reason",
     "validate_case",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from megabench.backends import BackendError
 from megabench.cases import Case
 from megabench.geometry import Geometry, topology_problem
 from megabench.results.schema import CaseResult, StageResult, Status
-from megabench.results.store import RunFolder
 from megabench.validate.chain import chain_error
 from megabench.validate.guards import Inputs, canaries, repeatable
 from megabench.validate.judgement import Judgement, merge
@@ -25,8 +24,6 @@ from megabench.validate.store import Store
 from megabench.validate.trace import EINSUM
 from megabench.validate.truth import Truth, truth_of
 from megabench.workload import Workload, bind, build_workload
-
-Progress = Callable[[CaseResult], None]
 
 
 class Skipped(Exception):  # noqa: N818 - it is no error
@@ -115,34 +112,6 @@ def _judge_rank(
     if store.on_rank is not None:
         store.on_rank(evidence, found)
     return evidence, found
-
-
-def run_validate(
-    cases: Sequence[Case],
-    backend_names: Sequence[str],
-    device: torch.device,
-    folder: RunFolder,
-    progress: Progress | None = None,
-    *,
-    source: str = "",
-    seed: int = 0,
-) -> int:
-    """Validate every case on every backend, appending a row for each.
-
-    Returns the exit code: 1 when any case is wrong or a backend failed, else 0. Cases are taken in
-    an order that shares weights. `source` is the case file as the user named it, for the command
-    that repeats a case; `seed` chooses the weights.
-    """
-    wrong = False
-    for name in backend_names:
-        store = Store(device, layer_seed=seed)
-        for case in sorted(cases, key=lambda case: (case.model, case.page_layout, case.tp)):
-            row = examine(case, name, device, store, source)
-            wrong |= row.status in ("failed", "error")
-            folder.append(row)
-            if progress is not None:
-                progress(row)
-    return int(wrong)
 
 
 def examine(

@@ -1,7 +1,13 @@
 """Cases made tensors: what a step reads, the weights, and a layer ready to run it."""
 
 from megabench.workload.build import POISON, Workload, build_workload
-from megabench.workload.memory import available_bytes, needed_bytes, obstacle
+from megabench.workload.memory import (
+    available_bytes,
+    needed_bytes,
+    obstacle,
+    pool_bytes,
+    workspace_bytes,
+)
 from megabench.workload.weights import bind, build_weights, checkpoint, clone_pages, make_layer
 
 __all__ = [
@@ -16,4 +22,6 @@ __all__ = [
     "make_layer",
     "needed_bytes",
     "obstacle",
+    "pool_bytes",
+    "workspace_bytes",
 ]

@@ -56,34 +56,43 @@ def _gib(count: int) -> str:
 
 
 def needed_bytes(case: Case) -> int:
-    """Estimated bytes of one case: caches and copies, tokens, workspace, RoPE table, weights.
-
-    An upper bound on pages: every top-k entry of a decode on a page of its own.
-    """
+    """Estimated bytes of one case: caches and copies, tokens, workspace, RoPE table, weights."""
     geometry = Geometry.load(case.model)
+    width = geometry.num_heads // case.tp * HEAD_DIM + geometry.hidden_size + geometry.q_lora_rank
+    listed = (geometry.window_size + geometry.index_topk) * 16
+    tokens = case.num_tokens * (width * _BYTES_PER_ELEMENT + listed)
+    table = case.max_seq_len * geometry.rope_dim * 24
+    linears = sum(rows * columns for rows, columns in linear_shapes(geometry).values())
+    weights = linears + linears * 6 // case.tp  # checkpoint; then codes twice and a dense form
+    caches = _CACHE_COPIES * pool_bytes(case, geometry)
+    return caches + tokens + table + workspace_bytes(case, geometry) + weights + _SCRATCH
+
+
+def pool_bytes(case: Case, geometry: Geometry) -> int:
+    """Bytes of a case's two cache pools: the pages a step may name, of which no decode's top-k
+    names more than one page an entry."""
     requests, ratio = case.requests, case.compress_ratio
-    window, topk = geometry.window_size, geometry.index_topk
-    pages = sum((r.query_len + window) // SWA_PAGE + 2 for r in requests)
+    pages = sum((r.query_len + geometry.window_size) // SWA_PAGE + 2 for r in requests)
     caches = _pool_bytes(case, pages, SWA_PAGE, FP8)
     if ratio:
         blocks = sum(
             min(
                 round_up(r.seq_len, COMPRESSED_BLOCK) // COMPRESSED_BLOCK,
-                r.query_len * (topk + 1) if r.is_decode else r.seq_len,
+                r.query_len * (geometry.index_topk + 1) if r.is_decode else r.seq_len,
             )
             for r in requests
         )
         caches += _pool_bytes(case, blocks, COMPRESSED_BLOCK // ratio, case.record)
-    width = geometry.num_heads // case.tp * HEAD_DIM + geometry.hidden_size + geometry.q_lora_rank
-    tokens = case.num_tokens * (width * _BYTES_PER_ELEMENT + (window + topk) * 16)
-    table = case.max_seq_len * geometry.rope_dim * 24
-    workspace = 0
-    if not all(r.is_decode for r in requests):
-        rows = prefill_workspace_rows(case.max_seq_len, ratio, window, case.num_tokens)
-        workspace = PREFILL_CHUNK_SIZE * rows * HEAD_DIM * 2
-    linears = sum(rows * columns for rows, columns in linear_shapes(geometry).values())
-    weights = linears + linears * 6 // case.tp  # checkpoint; then codes twice and a dense form
-    return _CACHE_COPIES * caches + tokens + table + workspace + weights + _SCRATCH
+    return caches
+
+
+def workspace_bytes(case: Case, geometry: Geometry) -> int:
+    """Bytes of the prefill workspace's gathered rows; 0 for a step of decodes only."""
+    if all(r.is_decode for r in case.requests):
+        return 0
+    window, tokens = geometry.window_size, case.num_tokens
+    rows = prefill_workspace_rows(case.max_seq_len, case.compress_ratio, window, tokens)
+    return PREFILL_CHUNK_SIZE * rows * HEAD_DIM * 2
 
 
 def _pool_bytes(case: Case, pages: int, page: int, record: KVRecord) -> int:

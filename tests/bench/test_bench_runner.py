@@ -95,7 +95,7 @@ def test_two_backends_are_measured_op_by_op_and_compared(
 ) -> None:
     run = start(right)
     names = ["torch", "megabench.backends:TorchBackend"]
-    rows = run.run([Case(model=model, batch="1q1s40_1q3")], names)
+    rows = run.run_case(Case(model=model, batch="1q1s40_1q3"), names)
     assert [row.backend for row in rows] == names
     for row in rows:
         assert (row.status, row.reason) == ("measured", "")
@@ -122,13 +122,13 @@ def test_two_backends_are_measured_op_by_op_and_compared(
 def test_what_a_backend_says_of_its_attention_times_stands_with_them(
     start: Callable[..., BenchRun], model: str
 ) -> None:
-    (row,) = start(right).run([Case(model=model, batch="1q1s40_1q3")], [f"{__name__}:Copying"])
+    (row,) = start(right).run_case(Case(model=model, batch="1q1s40_1q3"), [f"{__name__}:Copying"])
     told = {m.op for m in row.measurements if Copying.timing_note in m.note}
     assert told == {"prefill", "decode_attention", "step"}
 
 
 def test_a_wrong_case_is_reported_and_not_timed(start: Callable[..., BenchRun], model: str) -> None:
-    (row,) = start(wrong).run([Case(model=model, batch="1q1s40")], ["torch"])
+    (row,) = start(wrong).run_case(Case(model=model, batch="1q1s40"), ["torch"])
     assert (row.status, row.reason) == ("failed", "lse: head 3")
     assert row.measurements == []
     assert row.stages
@@ -140,23 +140,23 @@ def test_a_stage_beside_the_verdict_does_not_fail_a_case(
     def beside(case: Case, backend: str, device: torch.device) -> list[StageResult]:
         return [StageResult(name="chain", ok=False, checked=1, worst=9.0, verdict=False)]
 
-    (row,) = start(beside).run([Case(model=model, batch="1q1s40")], ["torch"])
+    (row,) = start(beside).run_case(Case(model=model, batch="1q1s40"), ["torch"])
     assert row.status == "measured"
 
 
 def test_an_unserved_topology_is_a_skipped_row_with_its_reason(
     start: Callable[..., BenchRun], model: str
 ) -> None:
-    (row,) = start().run([Case(model=model, batch="1q1s40", tp=16)], ["torch"])
+    (row,) = start().run_case(Case(model=model, batch="1q1s40", tp=16), ["torch"])
     assert row.status == "skipped"
     assert "TP 16" in row.reason
 
 
 def test_an_empty_step_is_checked_and_not_timed(start: Callable[..., BenchRun], model: str) -> None:
     case = Case(model=model, batch="0q1")
-    (unchecked,) = start().run([case], ["torch"])
+    (unchecked,) = start().run_case(case, ["torch"])
     assert unchecked.status == "skipped"
-    (checked,) = start(right).run([case], ["torch"])
+    (checked,) = start(right).run_case(case, ["torch"])
     assert (checked.status, checked.measurements) == ("passed", [])
     assert checked.stages
 
@@ -165,7 +165,8 @@ def test_a_backend_that_raises_is_an_error_row_and_the_run_goes_on(
     start: Callable[..., BenchRun], model: str
 ) -> None:
     broken = f"{__name__}:Broken"
-    rows = start().run([Case(model=model, batch=b) for b in ("1q1s40", "2q1s40")], [broken])
+    bench, cases = start(), [Case(model=model, batch=b) for b in ("1q1s40", "2q1s40")]
+    rows = [row for case in cases for row in bench.run_case(case, [broken])]
     assert [row.status for row in rows] == ["error", "error"]
     assert rows[0].reason == "RuntimeError: no such kernel"
 
@@ -174,14 +175,14 @@ def test_a_backend_that_breaks_leaves_the_others_their_numbers(
     start: Callable[..., BenchRun], model: str
 ) -> None:
     broken = f"{__name__}:Broken"
-    rows = start().run([Case(model=model, batch="1q1s40")], ["torch", broken])
+    rows = start().run_case(Case(model=model, batch="1q1s40"), ["torch", broken])
     assert [row.status for row in rows] == ["measured", "error"]
 
 
 def test_a_backend_that_gives_kept_outputs_is_caught(
     start: Callable[..., BenchRun], model: str
 ) -> None:
-    (row,) = start().run([Case(model=model, batch="1q1s40")], [f"{__name__}:Caching"])
+    (row,) = start().run_case(Case(model=model, batch="1q1s40"), [f"{__name__}:Caching"])
     assert row.status == "error"
     problems = {m.op: m.problem for m in row.measurements if m.problem}
     assert problems == {"wq_b": "outputs do not change with a changed input"}
@@ -191,7 +192,7 @@ def test_rows_name_the_command_that_repeats_them(
     start: Callable[..., BenchRun], model: str
 ) -> None:
     run: Any = start()
-    (row,) = run.run([Case(model=model, batch="1q1s40")], ["torch"])
+    (row,) = run.run_case(Case(model=model, batch="1q1s40"), ["torch"])
     assert row.repro == f"{row.case_id} torch"
     assert row.case["batch"] == "1q1s40"
     assert row.tokens == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ import torch
 import megabench.validate.memory as memory
 from megabench.backends import Support, TorchBackend
 from megabench.cases import Case
-from megabench.results.schema import CaseResult
-from megabench.results.store import RunFolder, read_run
-from megabench.validate import Skipped, Store, examine, run_validate, validate_case
+from megabench.geometry import Geometry
+from megabench.validate import Skipped, Store, examine, validate_case
 from megabench.validate.step import CanariedOutput, Poison
 
 CPU = torch.device("cpu")
@@ -105,8 +103,20 @@ def test_a_case_larger_than_the_memory_is_skipped_with_what_it_needs(
     make_case: MakeCase, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(memory, "_held_bytes", lambda device: 0)
     with pytest.raises(Skipped, match=r"needs \d+\.\d GiB on cpu, 0\.0 GiB are free"):
         validate_case(make_case(), "torch", CPU, store)
+
+
+def test_a_far_decode_needs_the_pages_it_names_and_not_its_whole_history(
+    make_case: MakeCase,
+) -> None:
+    near, far = make_case(batch="8q1s4k"), make_case(batch="8q1s1024k")
+    geometry = Geometry.load(far.model)
+    history = 8 * (1 << 20) * far.record.nbytes
+    grown = memory.needed_bytes(far, geometry) - memory.needed_bytes(near, geometry)
+    table = far.max_seq_len * 64 * 20
+    assert grown - table < history
 
 
 def test_what_a_backend_does_not_support_is_skipped_in_its_words(
@@ -133,34 +143,13 @@ def test_a_backend_that_raises_is_an_error_in_one_line(make_case: MakeCase, stor
     assert examine(make_case(), "torch", CPU, store).status == "passed"
 
 
-def run(tmp_path: Path, cases: list[Case], *backends: str) -> tuple[int, list[CaseResult]]:
-    seen: list[CaseResult] = []
-    with RunFolder.create(tmp_path, "validate") as folder:
-        code = run_validate(cases, backends, CPU, folder, seen.append, source="mine.yaml", seed=3)
-        kept = read_run(folder.path).cases
-    assert [row.case_hash for row in kept] == [row.case_hash for row in seen]
-    return code, kept
-
-
-def test_a_run_writes_a_row_a_case_and_exits_0_when_all_is_right(
-    make_case: MakeCase, tmp_path: Path
-) -> None:
-    code, rows = run(tmp_path, [make_case(tp=4), make_case(batch="1q1s9")], "torch")
-    assert code == 0
-    assert sorted(row.status for row in rows) == ["passed", "skipped"]
-    passed = next(row for row in rows if row.status == "passed")
-    assert passed.tokens == 1
-    assert passed.repro == (
-        f"megabench validate --cases mine.yaml --case {passed.case_id} --backend torch "
+def test_a_row_says_its_tokens_and_the_command_that_repeats_it(make_case: MakeCase) -> None:
+    row = examine(make_case(batch="1q1s9"), "torch", CPU, Store(CPU, layer_seed=3), "mine.yaml")
+    assert (row.status, row.tokens) == ("passed", 1)
+    assert row.repro == (
+        f"megabench validate --cases mine.yaml --case {row.case_id} --backend torch "
         "--device cpu --seed 3"
     )
-
-
-def test_a_run_with_a_wrong_or_broken_case_exits_1(make_case: MakeCase, tmp_path: Path) -> None:
-    spec = f"{__name__}:Broken"
-    code, rows = run(tmp_path, [make_case(batch="1q1s9")], "torch", spec)
-    assert code == 1
-    assert [(row.backend, row.status) for row in rows] == [("torch", "passed"), (spec, "error")]
 
 
 def test_the_canaried_output_is_laid_out_as_the_kernels_demand() -> None:
