@@ -41,9 +41,10 @@ class _JudgedWeights:
 class Store:
     """Kept from case to case: one model's weights, and one set of ranks' finalized layers.
 
-    Only the last model and the last (backend, page layout, TP size) are held, so a run should go
-    through cases in that order. `layer_seed` chooses the random weights,
-    unless `weights_file` holds a checkpoint.
+    Only the last model and the last (page layout, TP size) are held, so a run should go through
+    cases in that order; within them every backend keeps its own layers, since a bench alternates
+    between backends. `layer_seed` chooses the random weights, unless `weights_file` holds a
+    checkpoint.
     """
 
     def __init__(
@@ -59,9 +60,9 @@ class Store:
         self.weights_file = weights_file
         self._model: tuple[str, _Model] | None = None
         self._backends: dict[tuple[str, str], TracingBackend] = {}
-        self._layers_of: tuple[str, str, str, int] | None = None
-        self._layers: dict[int, DeepseekV4MegaAttnAttention] = {}
-        self._weights: dict[int, _JudgedWeights] = {}
+        self._layers_of: tuple[str, str, int] | None = None
+        self._layers: dict[tuple[str, int], DeepseekV4MegaAttnAttention] = {}
+        self._weights: dict[tuple[Backend, int], _JudgedWeights] = {}
         self.on_rank: Callable[[Evidence, list[Judgement]], None] | None = None
         """Told of every rank's step and judgements, while its tensors are there."""
 
@@ -89,7 +90,7 @@ class Store:
             self._model = name, _Model(geometry, tensors, golden)
         return self._model[1]
 
-    def _forget_layers(self, group: tuple[str, str, str, int] | None) -> None:
+    def _forget_layers(self, group: tuple[str, str, int] | None) -> None:
         self._layers_of = group
         self._layers.clear()
         self._weights.clear()
@@ -100,14 +101,14 @@ class Store:
         """One rank's layer with the case's caches and sinks; its linears are shared by cases."""
         case = workload.case
         model = self.model(case.model)
-        group = case.model, backend_name, case.page_layout, case.tp
+        group = case.model, case.page_layout, case.tp
         if self._layers_of != group:
             self._forget_layers(group)
         backend = self.backend(backend_name, case.page_layout)
-        first = self._layers.get(rank)
+        first = self._layers.get((backend_name, rank))
         if first is None:
             first = make_layer(workload, backend.as_backend(), model.checkpoint, rank)
-            self._layers[rank] = first
+            self._layers[backend_name, rank] = first
         config = replace(
             first.config,
             compress_ratio=case.compress_ratio,
@@ -125,7 +126,8 @@ class Store:
         given = [t for call in run.of(LINEAR) for t in (call.args["w"], call.args["sw"])]
         given += [t for call in run.of(EINSUM) for t in call.args["w"]]
         now = tuple(fingerprint(t) for t in given)
-        known = self._weights.get(run.rank)
+        key = run.layer.backend, run.rank
+        known = self._weights.get(key)
         if known is None or known.fingerprints != now:
-            known = self._weights[run.rank] = _JudgedWeights(now, load.weights(run, golden))
+            known = self._weights[key] = _JudgedWeights(now, load.weights(run, golden))
         return known.judgement

@@ -65,7 +65,7 @@ def test_weights_permuted_twice_are_noticed(make_case: MakeCase, monkeypatch: Pa
 def test_weights_that_change_after_a_right_case_are_noticed(make_case: MakeCase) -> None:
     store, case = Store(CPU), make_case()
     assert all(stage.ok for stage in validate_case(case, "torch", CPU, store))
-    layer = store._layers[0]
+    layer = store._layers["torch", 0]
     permute_wo_a_(layer.wo_a.weight, layer.wo_a.weight_scale, 8)
     wrong = [stage.name for stage in validate_case(case, "torch", CPU, store) if not stage.ok]
     assert wrong[0] == "weights"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import megabench.validate.memory as memory
+import megabench.validate.store as store_module
 from megabench.backends import Support, TorchBackend
 from megabench.cases import Case
 from megabench.geometry import Geometry
@@ -163,3 +164,21 @@ def test_the_canaried_output_is_laid_out_as_the_kernels_demand() -> None:
     assert all(bool(intact.all()) for intact in output.canaries())
     scale.as_strided((1,), (1,), scale.storage_offset() + 5).zero_()
     assert [int((~intact).sum()) for intact in output.canaries()] == [0, 4]
+
+
+def test_backends_that_take_turns_load_their_weights_once(
+    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = []
+    load = store_module.make_layer
+
+    def counted(*args: object, **named: object) -> object:
+        loaded.append(args)
+        return load(*args, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(store_module, "make_layer", counted)
+    store = Store(CPU)
+    for batch in ("1q1s40", "1q1s50"):
+        for name in ("torch", "megabench.backends:TorchBackend"):
+            assert all(s.ok for s in validate_case(make_case(batch=batch), name, CPU, store))
+    assert len(loaded) == 2
