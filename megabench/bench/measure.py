@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from megabench.bench.phases import PhaseClock
 from megabench.bench.recheck import Copy, observe, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
@@ -41,6 +42,7 @@ class Bench:
     policy: Policy
     l2_bytes: int | None = None
     seed: int = 0
+    clock: PhaseClock = field(default_factory=PhaseClock)
 
     def free_bytes(self) -> int:
         """Device memory that copies may draw on."""
@@ -72,12 +74,15 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     comparisons = []
     for column in COLUMNS[bench.device.type]:
         expected = [observe(arm.first, arm.first.run) for arm in arms]
-        prepared = [_prepare(bench, arm, column) for arm in arms]
+        with bench.clock.phase("setup"):
+            prepared = [_prepare(bench, arm, column) for arm in arms]
         watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
         policy = bench.policy
         if column == "eager":
             policy = replace(policy, max_samples=EAGER_SAMPLES, min_seconds=0.0)
         sampled = interleave([w.take for w in watches], policy)
+        for outcome in sampled:
+            bench.clock.timed(outcome.values)
         for arm, ready, watch, outcome, want, own in zip(
             arms, prepared, watches, sampled, expected, rows, strict=True
         ):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -90,15 +89,16 @@ class BenchRun:
 
     def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
         """Bench one case on every backend; one row each, whatever happens."""
-        started = time.perf_counter()
+        clock = self._bench.clock
+        clock.start()
         rows = {name: self._admit(case, name) for name in backends}
         able = [name for name in backends if rows[name].status == "measured"]
         comparisons: list[Comparison] = []
         if able:
             comparisons = self._measure(case, able, rows)
-        seconds = time.perf_counter() - started
+        seconds, phases = clock.stop(len(rows))
         for row in rows.values():
-            row.seconds = seconds / len(rows)
+            row.seconds, row.phases = seconds, phases
             self.folder.append(row)
         for comparison in comparisons:
             self.folder.append(comparison)
@@ -122,7 +122,8 @@ class BenchRun:
             if reason:
                 return _ended(row, "skipped", reason)
             if self.judge is not None:
-                row.stages = self.judge(case, name, self.device)
+                with self._bench.clock.phase("validate"):
+                    row.stages = self.judge(case, name, self.device)
                 wrong = [s for s in row.stages if s.verdict and not s.ok]
                 if wrong:
                     return _ended(row, "failed", f"{wrong[0].name}: {wrong[0].message}")
@@ -139,11 +140,8 @@ class BenchRun:
     ) -> list[Comparison]:
         """Time every op of a case; a backend that breaks ends in error, the others go on."""
         try:
-            workload = build_workload(case, self.device)
-            arms: dict[str, dict[str, Arm]] = {}
-            for name in able:
-                with self._breaking(rows[name]):
-                    arms[name] = step_arms(self._pool, workload, name, self._backend(case, name))
+            with self._bench.clock.phase("setup"):
+                arms = self._arms(case, able, rows)
             comparisons = []
             for op in OP_ORDER:
                 present = [a[op] for n, a in arms.items() if op in a and not _broken(rows[n])]
@@ -155,6 +153,17 @@ class BenchRun:
             gc.collect()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _arms(
+        self, case: Case, able: Sequence[str], rows: dict[str, CaseResult]
+    ) -> dict[str, dict[str, Arm]]:
+        """The case's arms by backend and op; a backend that breaks has none."""
+        workload = build_workload(case, self.device)
+        arms = {}
+        for name in able:
+            with self._breaking(rows[name]):
+                arms[name] = step_arms(self._pool, workload, name, self._backend(case, name))
+        return arms
 
     def _measure_op(self, arms: list[Arm], rows: dict[str, CaseResult]) -> list[Comparison]:
         """Time one op's arms together; if one breaks, each by itself, to find it."""

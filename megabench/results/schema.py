@@ -177,6 +177,19 @@ class Measurement(_Model):
     telemetry: Telemetry | None = None
 
 
+class Phases(_Model):
+    """Where a row's `seconds` went; the parts add up to it."""
+
+    validate_s: float
+    """The check against the golden model."""
+    setup_s: float
+    """Inputs, weights, compiling, copies to rotate, graph capture."""
+    timed_s: float
+    """The samples: their sum, discarded ones excluded."""
+    overhead_s: float
+    """All else: what the harness adds to the timed samples."""
+
+
 class CaseResult(_Model):
     """One case on one backend: validated, measured, or the reason why not."""
 
@@ -196,7 +209,9 @@ class CaseResult(_Model):
     stages: list[StageResult] = []
     measurements: list[Measurement] = []
     seconds: float = 0.0
-    """Wall time the case took, set-up included."""
+    """Wall time the case took, set-up included; a case's is shared equally by its backends."""
+    phases: Phases | None = None
+    """Of a benched case."""
     repro: str = ""
     """A command that runs this case alone."""
     cause: Cause | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,22 @@ def test_two_backends_are_measured_op_by_op_and_compared(
     assert stored.ceilings is not None
     assert {c.op for c in stored.comparisons} == {m.op for m in rows[0].measurements}
     assert all(c.backend == names[1] and c.baseline == "torch" for c in stored.comparisons)
+
+
+def test_a_row_says_where_its_time_went(start: Callable[..., BenchRun], model: str) -> None:
+    def slow(case: Case, backend: str, device: torch.device) -> list[StageResult]:
+        time.sleep(0.2)
+        return right(case, backend, device)
+
+    (row,) = start(slow).run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    spent = row.phases
+    assert spent is not None
+    assert 0.2 <= spent.validate_s < 1
+    assert spent.setup_s > 0
+    assert spent.timed_s == pytest.approx(sum(sum(m.samples_us) for m in row.measurements) * 1e-6)
+    assert 0 < spent.overhead_s < row.seconds - 0.2
+    parts = spent.validate_s + spent.setup_s + spent.timed_s + spent.overhead_s
+    assert row.seconds == pytest.approx(parts)
 
 
 def test_what_a_backend_says_of_its_attention_times_stands_with_them(
