@@ -106,7 +106,7 @@ def _described(case: Case) -> dict[str, Any]:
     type=click.IntRange(min=1),
     default=1,
     metavar="N",
-    help="Worker processes: a GPU each, or all on the CPU.",
+    help="Worker processes: a GPU each, or all on the CPU or the GPU that --device numbers.",
 )
 @click.option(
     "--seeds",
@@ -132,6 +132,11 @@ def validate(**options: Any) -> None:
 @run_options
 @gated_bench_options
 @click.option("--no-validate", is_flag=True, help="Time without checking correctness first.")
+@click.option(
+    "--cross-check",
+    type=click.Choice(("cupti",)),
+    help="Beside each graph-timed median, the kernel span of CUPTI's activity records.",
+)
 def bench(
     no_validate: bool,
     processes: int | None,
@@ -172,10 +177,12 @@ def _request(
     jobs: int = 1,
     seeds: int = 1,
     dump: Path | None = None,
+    cross_check: str | None = None,
 ) -> Request:
     """The run asked for, with device, cases, models and backends found; nothing is written yet."""
     from megabench.runs import (
         Request,
+        check_cross_check,
         check_weights,
         check_workers,
         find_device,
@@ -185,6 +192,8 @@ def _request(
 
     where = find_device(device)
     check_workers(jobs, where)
+    if cross_check is not None:
+        check_cross_check(where)
     if jobs > 1 and no_isolate:
         raise click.UsageError("--jobs needs worker processes; not with --no-isolate")
     loaded, cases = chosen_cases(suite or default_suite or suite_for(where), pattern, seed)
@@ -206,6 +215,7 @@ def _request(
         workers=jobs,
         weights=weights,
         dump=dump,
+        cross_check=cross_check is not None,
     )
 
 

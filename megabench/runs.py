@@ -44,12 +44,23 @@ def find_device(name: str | None) -> torch.device:
 
 
 def check_workers(workers: int, device: torch.device) -> None:
-    """RunError unless there are devices for that many workers."""
-    if workers > 1 and device.type == "cuda":
-        if device.index is not None:
-            raise RunError(f"--jobs {workers}: not beside --device {device}; say --device cuda")
-        if workers > torch.cuda.device_count():
-            raise RunError(f"--jobs {workers}: torch sees {torch.cuda.device_count()} CUDA devices")
+    """RunError unless there are devices for that many workers; a device that was named by its
+    number, like the CPU, serves them all."""
+    if workers > 1 and device.type == "cuda" and device.index is None:
+        count = torch.cuda.device_count()
+        if workers > count:
+            shared = "say --device cuda:0 for workers that share one"
+            raise RunError(f"--jobs {workers}: torch sees {count} CUDA devices; {shared}")
+
+
+def check_cross_check(device: torch.device) -> None:
+    """RunError unless CUPTI's records can be asked for."""
+    from megabench.bench.cupti import installed
+
+    if device.type != "cuda":
+        raise RunError(f"--cross-check cupti: {device} has no CUDA graphs to check")
+    if not installed():
+        raise RunError("--cross-check cupti: needs cupti-python; pip install 'megabench[cupti]'")
 
 
 def suite_for(device: torch.device) -> str:
@@ -78,16 +89,18 @@ class Request:
     limit_s: float | None = None
     """Seconds a case may take in a worker process; None runs all in this one."""
     workers: int = 1
-    """A GPU each, or all on the CPU."""
+    """A GPU each, or all on the one that was named, or on the CPU."""
     weights: Path | None = None
     """A safetensors checkpoint in place of random weights."""
     dump: Path | None = None
     """Where the tensors of failing cases go."""
+    cross_check: bool = False
+    """Beside event pairs, the span of CUPTI's records."""
 
     @property
     def devices(self) -> list[str]:
         """A device for each worker."""
-        if self.workers == 1 or self.device.type == "cpu":
+        if self.workers == 1 or self.device.type == "cpu" or self.device.index is not None:
             return [str(self.device)] * self.workers
         return [f"cuda:{index}" for index in range(self.workers)]
 

@@ -7,13 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_suite import ROOT, command, environment, write_suite
 
-from megabench.cases import Case, load_suite
+from megabench.cases import Case, Suite, load_suite
 from megabench.isolate import Job, Pool, ValidateSetup, WorkerError, jobs_of, remaining
 from megabench.isolate.pool import JobQueue
 from megabench.isolate.process import TAIL_BYTES
 from megabench.results import CaseResult, Run, read_run
+from megabench.runs import Request, RunError, check_workers
 
 EVIL = "evil_backends:Evil"
 LIMIT_S = 25
@@ -156,6 +158,26 @@ def test_one_worker_takes_jobs_in_order_and_several_share_them_out_by_group() ->
     assert shared.take(one, {two}) == work[1]
     shared.put_first([work[0]])
     assert [shared.take(one, set()) for _ in range(3)] == [work[0], work[2], None]
+
+
+def test_workers_get_a_gpu_each_or_share_the_one_that_is_named_by_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    suite = Suite("s", "s", Path(), "", [], None)
+
+    def devices(name: str, workers: int) -> list[str]:
+        check_workers(workers, torch.device(name))
+        asked = Request(
+            "validate", suite, [], [], torch.device(name), "", None, False, workers=workers
+        )
+        return asked.devices
+
+    assert devices("cuda", 2) == ["cuda:0", "cuda:1"]
+    assert devices("cuda:1", 3) == ["cuda:1"] * 3
+    assert devices("cpu", 2) == ["cpu", "cpu"]
+    with pytest.raises(RunError, match="torch sees 2 CUDA devices; say --device cuda:0"):
+        devices("cuda", 3)
 
 
 def test_a_bench_has_all_backends_in_one_job_and_a_validation_one() -> None:

@@ -16,7 +16,8 @@ RANGE = "megabench"
 """The NVTX range around the launch."""
 _PREFERRED = ("decode_attention", "prefill_attention", "prefill")
 TOOLS = {
-    "ncu": f"ncu --nvtx --nvtx-include {RANGE}/ --set full --import-source yes -f -o",
+    "ncu": f"ncu --nvtx --nvtx-include {RANGE}/ --clock-control none --set full "
+    "--import-source yes -f -o",
     "nsys": "nsys profile --trace cuda,nvtx --capture-range cudaProfilerApi -f true -o",
 }
 """A profiler's own arguments; the name of its file comes next."""
