@@ -4,6 +4,9 @@ Before each check the outputs are poisoned. Two checks: the timed form, run once
 for bit what the untimed run wrote; and with the sign of an input flipped it writes what an untimed
 run of the flipped input writes, and something new where the op must. The second catches an output
 that is kept, not computed.
+
+An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
+stopped: work on a stream that the clock does not wait for is missing from them.
 """
 
 from __future__ import annotations
@@ -30,14 +33,27 @@ class Copy:
     """Addresses of the arguments' storages: an op may hand an argument back, which must live."""
 
 
-def observe(copy: Copy, run: Run, returned: list[torch.Tensor] | None = None) -> list[torch.Tensor]:
+def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
+    """An untimed run's outputs, by `run` in place of the copy's own; every stream is waited for."""
+    untimed = run or copy.run
+
+    def settled() -> list[torch.Tensor]:
+        fresh = untimed()
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        return fresh
+
+    return _observed(copy, settled, [])
+
+
+def _observed(copy: Copy, run: Run, returned: list[torch.Tensor]) -> list[torch.Tensor]:
     """Poison, run once, and give every output's bytes: targets first, then returned tensors.
 
     `returned` are tensors a graph returns to each time, poisoned too. A cache is put back.
     """
     for target in copy.targets:
         target.poison()
-    for tensor in returned or []:
+    for tensor in returned:
         if tensor.untyped_storage().data_ptr() not in copy.inputs:
             poison_(tensor)
     fresh = run()
@@ -60,14 +76,14 @@ def recheck(
     def replay() -> list[torch.Tensor]:
         return timer.replay(index)
 
-    kept = timer.returned(index)
-    if not same(observe(copy, replay, kept), expected):
+    kept = timer.returned(index) or []
+    if not same(_observed(copy, replay, kept), expected):
         return "outputs after timing differ from the untimed run's"
     if copy.flippable is None or not flip:
         return None
     flip_sign_(copy.flippable)
     try:
-        timed, untimed = observe(copy, replay, kept), observe(copy, copy.run)
+        timed, untimed = _observed(copy, replay, kept), observe(copy)
     finally:
         flip_sign_(copy.flippable)
     if not same(timed, untimed):

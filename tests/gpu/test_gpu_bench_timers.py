@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import time
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,6 +48,43 @@ def test_time_scales_with_work() -> None:
     short = median(graph_timer([spin(200_000)], "warm"))
     long = median(graph_timer([spin(800_000)], "warm"))
     assert 3.5 < long / short < 4.5
+
+
+def test_a_spin_takes_its_cycles_at_some_clock_the_device_has() -> None:
+    """Per cycle, between the fastest clock and half of it; the floor is the pair's own time."""
+    cycles = 1_000_000
+    per_us = cycles / (median(graph_timer([spin(cycles)], "warm")) - event_pair_us())
+    pynvml = pytest.importorskip("pynvml")
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(0).uuid
+    handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    fastest = pynvml.nvmlDeviceGetMaxClockInfo(handle, pynvml.NVML_CLOCK_SM)
+    assert fastest / 2 < per_us < fastest * 1.02
+
+
+def test_time_is_a_line_through_the_floor() -> None:
+    """Equal steps of work take equal time, down to an empty launch."""
+    steps = [0, 200_000, 400_000, 600_000]
+    times = [median(graph_timer([spin(cycles)], "warm")) for cycles in steps]
+    slopes = [later - earlier for earlier, later in pairwise(times)]
+    assert max(slopes) < 1.1 * min(slopes)
+    assert times[0] < 20
+
+
+def test_what_capture_and_warm_up_cost_is_not_in_a_sample() -> None:
+    """Warm-ups and capture run the op's host side; no sample does."""
+    ran = []
+
+    def run() -> list[torch.Tensor]:
+        ran.append(time.perf_counter())
+        time.sleep(0.02)
+        torch.cuda._sleep(10_000)
+        return []
+
+    timer = graph_timer([run], "warm")
+    before = len(ran)
+    assert median(timer) < 1_000
+    assert len(ran) == before == 3
 
 
 def test_a_captured_launch_excludes_the_host() -> None:
