@@ -162,6 +162,7 @@ def bench_cases(request: Request, check: bool) -> int:
             suite=request.suite.name,
             folder=str(session.folder.path),
             check=check,
+            cross_check=request.cross_check,
         )
         _run(request, session, [setup])
     _result(request, str(write_html(session.folder.path)))

@@ -12,13 +12,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from megabench.bench.cupti import Spans
 from megabench.bench.phases import PhaseClock
 from megabench.bench.recheck import Copy, observe, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
 from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, summarise
 from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_readings
-from megabench.bench.timers import Timer, count_kernels, cpu_timer, eager_timer, graph_timer
+from megabench.bench.timers import (
+    EventTimer,
+    Timer,
+    count_kernels,
+    cpu_timer,
+    eager_timer,
+    graph_timer,
+)
 from megabench.bench.work import Work
 from megabench.results import Ceilings, Comparison, Interval, Measurement
 from megabench.results.names import STEP
@@ -43,6 +51,8 @@ class Bench:
     l2_bytes: int | None = None
     seed: int = 0
     clock: PhaseClock = field(default_factory=PhaseClock)
+    spans: Spans | None = None
+    """Checks rows that replay a graph by a second clock."""
 
     def free_bytes(self) -> int:
         """Device memory that copies may draw on."""
@@ -73,7 +83,7 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     rows: list[list[Measurement]] = [[] for _ in arms]
     comparisons = []
     for column in COLUMNS[bench.device.type]:
-        expected = [observe(arm.first, arm.first.run) for arm in arms]
+        expected = [observe(arm.first) for arm in arms]
         with bench.clock.phase("setup"):
             prepared = [_prepare(bench, arm, column) for arm in arms]
         watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
@@ -170,6 +180,9 @@ def _row(
     wrong = _recheck_all(ready, expected, flip=summary.median <= FLIP_LIMIT_US)
     if wrong is None and len(values) < CLEAN_SHARE * (len(values) + watch.discarded):
         wrong = f"{watch.discarded} samples fell under {telemetry.invalid}; too few are left"
+    checked = None
+    if bench.spans is not None and isinstance(timer, EventTimer):
+        checked = bench.spans.check(timer, summary.median)
     return Measurement.model_validate(
         common
         | {
@@ -189,6 +202,7 @@ def _row(
             "datasheet_floor_us": placed.datasheet_floor_us,
             "datasheet_fraction": placed.datasheet_fraction,
             "problem": wrong or placed.problem,
+            "cross_check": checked,
         }
     )
 

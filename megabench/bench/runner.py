@@ -19,6 +19,7 @@ import torch
 from megabench.backends import Backend, BackendError, choose_backend, get_backend
 from megabench.bench.arms import LayerPool, step_arms
 from megabench.bench.ceilings import load_ceilings
+from megabench.bench.cupti import Spans
 from megabench.bench.measure import Arm, Bench, measure
 from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
 from megabench.bench.telemetry import make_probe
@@ -61,6 +62,8 @@ class BenchRun:
     repro: Callable[[Case, str], str] = lambda case, backend: ""
     """The command that runs a case on a backend alone."""
     policy: Policy | None = None
+    spans: Spans | None = None
+    """A second clock for rows that replay a graph."""
     layer_seed: int = 0
     weights_file: Path | None = None
     """A checkpoint in place of random weights."""
@@ -84,6 +87,7 @@ class BenchRun:
             probe=make_probe(self.device),
             policy=self.policy or default,
             l2_bytes=l2,
+            spans=self.spans,
         )
         self._pool = LayerPool(self.weights or self._weights_of)
 

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -42,7 +42,8 @@ class Timer(Protocol):
         ...
 
     def replay(self, copy: int) -> list[torch.Tensor]:
-        """Run one copy as it is timed and wait -> the tensors it returned."""
+        """Run one copy as it is timed -> the tensors it returned, ready as far as its clock waits:
+        an event pair waits for the current stream alone."""
         ...
 
     def returned(self, copy: int) -> list[torch.Tensor] | None:
@@ -102,6 +103,13 @@ class Launch:
     """None when every launch returns new tensors."""
 
 
+class Sample(NamedTuple):
+    """One sample, its clock left out: what happens before the clock starts, and what it times."""
+
+    before: Callable[[], object]
+    launch: Callable[[], object]
+
+
 class EventTimer:
     """An event pair around each launch, copies in rotation."""
 
@@ -115,24 +123,28 @@ class EventTimer:
         self.method, self.note = method, note
         self.sets = len(launches)
         self.counts = [0] * len(launches)
-        self._launches, self._sweep, self._next = launches, sweep, 0
+        self._launches, self._sweep, self._next = launches, sweep or _nothing, 0
         self.overhead_us: float | None = event_pair_us()
 
     def take(self, n: int) -> list[float]:
         pairs = []
-        for _ in range(n):
-            copy, self._next = self._next, (self._next + 1) % self.sets
-            if self._sweep is not None:
-                self._sweep()
-            pairs.append(_timed(self._launches[copy].launch))
-            self.counts[copy] += 1
+        for sample in self.samples(n):
+            sample.before()
+            pairs.append(_timed(sample.launch))
         torch.cuda.synchronize()
         return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+
+    def samples(self, n: int) -> list[Sample]:
+        """The next n samples, copies in rotation, for another clock."""
+        copies = [(self._next + i) % self.sets for i in range(n)]
+        self._next = (self._next + n) % self.sets
+        for copy in copies:
+            self.counts[copy] += 1
+        return [Sample(self._sweep, self._launches[copy].launch) for copy in copies]
 
     def replay(self, copy: int) -> list[torch.Tensor]:
         launch = self._launches[copy]
         fresh = launch.launch()
-        torch.cuda.synchronize()
         if launch.returned is not None:
             return launch.returned
         assert isinstance(fresh, list)
@@ -209,9 +221,13 @@ def count_kernels(run: Run) -> int | None:
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
 
 
+def _nothing() -> None:
+    pass
+
+
 def event_pair_us() -> float:
     """An empty event pair's own time on the current device, median."""
-    pairs = [_timed(lambda: None) for _ in range(OVERHEAD_PAIRS)]
+    pairs = [_timed(_nothing) for _ in range(OVERHEAD_PAIRS)]
     torch.cuda.synchronize()
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
 

@@ -50,6 +50,8 @@ class BenchSetup(_Model):
     folder: str
     """The run's folder, where measured ceilings are kept for a worker that starts later."""
     check: bool = True
+    cross_check: bool = False
+    """Beside event pairs, the span of CUPTI's records."""
 
 
 Setup = Annotated[ValidateSetup | BenchSetup, Field(discriminator="kind")]

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megabench.backends import BackendError, get_backend
+from megabench.bench.cupti import CuptiTracer, Spans
 from megabench.bench.runner import BenchRun, Judge, describe
 from megabench.cases import Case
 from megabench.evidence.dump import Dumper
@@ -123,6 +124,7 @@ def _benching(setup: BenchSetup) -> tuple[list[CaseRow], Task]:
         weights=(lambda workload: store.model(workload.case.model).checkpoint)
         if setup.check
         else None,
+        spans=Spans(CuptiTracer()) if setup.cross_check else None,
         layer_seed=store.layer_seed,
         weights_file=store.weights_file,
     )

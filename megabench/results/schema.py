@@ -123,6 +123,21 @@ class Telemetry(_Model):
     """Why the block's samples do not count (hardware or thermal slowdown)."""
 
 
+class CrossCheck(_Model):
+    """A second clock's figure for the same launches, beside the event pair's."""
+
+    method: str
+    status: Literal["agrees", "differs", "failed"]
+    """Within 2 us or 5 % of the event pair's median, or not; or there is no figure."""
+    message: str = ""
+    """What differs, or why there is no figure."""
+    span_us: float | None = None
+    """Median over the launches of first start to last end of their device work."""
+    spans_us: list[float] = []
+    activities: int | None = None
+    """Kernels, copies and fills of one launch."""
+
+
 class Measurement(_Model):
     """One op of one case, timed one way. Samples are kept whole, in the order taken."""
 
@@ -175,6 +190,8 @@ class Measurement(_Model):
     problem: str | None = None
     """Set when the number cannot be true or cannot be used; such a row is an error."""
     telemetry: Telemetry | None = None
+    cross_check: CrossCheck | None = None
+    """Where asked for, on rows that replay a graph."""
 
 
 class Phases(_Model):
