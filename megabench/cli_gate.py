@@ -151,6 +151,7 @@ def bench_processes(
     if request.weights is not None:
         arguments += ["--weights", str(request.weights)]
     arguments += ["--no-validate"] * no_validate + ["--json"] * request.as_json
+    arguments += ["--cross-check", "cupti"] * request.cross_check
     limit = request.limit_s
     arguments += ["--no-isolate"] if limit is None else ["--timeout", f"{limit:g}"]
     count = processes or rules.processes
