@@ -34,6 +34,7 @@ CASE_COLUMNS = [
     "seconds",
     "repro",
 ]
+_NESTED = ("samples_us", "telemetry", "ci_us", "cross_check")
 MEASUREMENT_COLUMNS = [
     "case_id",
     "backend",
@@ -41,13 +42,11 @@ MEASUREMENT_COLUMNS = [
     "kind",
     *AXES,
     "primary",
-    *(
-        name
-        for name in Measurement.model_fields
-        if name not in ("samples_us", "telemetry", "ci_us")
-    ),
+    *(name for name in Measurement.model_fields if name not in _NESTED),
     "ci_low_us",
     "ci_high_us",
+    "span_us",
+    "span_status",
 ]
 STAGE_COLUMNS = ["anchor", "case_id", "backend", *StageResult.model_fields]
 
@@ -140,7 +139,7 @@ def _case(index: int, case: CaseResult) -> dict[str, Any]:
 def _measurements(case: CaseResult) -> list[dict[str, Any]]:
     rows = []
     for m in case.measurements:
-        fields = m.model_dump(exclude={"samples_us", "telemetry", "ci_us"})
+        fields = m.model_dump(exclude=set(_NESTED))
         rows.append(
             {"case_id": case.case_id, "backend": case.backend}
             | _axes(case)
@@ -149,6 +148,8 @@ def _measurements(case: CaseResult) -> list[dict[str, Any]]:
                 "primary": m is primary(case, m.op),
                 "ci_low_us": m.ci_us.low,
                 "ci_high_us": m.ci_us.high,
+                "span_us": m.cross_check.span_us if m.cross_check else None,
+                "span_status": m.cross_check.status if m.cross_check else None,
             }
         )
     return rows
