@@ -8,7 +8,7 @@ bring. Names are looked up here: built-ins, entry points in the group `megabench
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 
@@ -188,3 +188,14 @@ class Backend(Protocol):
     def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
         """x bf16 [T, K], quantized, times w e4m3 [N, K], ue8m0 [N, K/32] -> bf16 [T, N]."""
         ...
+
+
+def for_live_heads(backend: Backend, live_heads: int) -> Backend:
+    """`backend` told that only the first `live_heads` padded heads are read of its attention's
+    outputs, where its class has a method of that name to take the hint.
+
+    The class is asked, not the object: a wrapper that passes attributes through would return what
+    it wraps, and be lost.
+    """
+    narrow = getattr(type(backend), "for_live_heads", None)
+    return backend if narrow is None else cast(Backend, narrow(backend, live_heads))

@@ -62,7 +62,7 @@ def step_arms(pool: LayerPool, workload: Workload, name: str, backend: Backend) 
     left_out = PARTS if workload.device.type == "cpu" else ()
     ops = [op for op in split_step(calls) if op.name not in left_out]
     plain = workload.case.family == "random"
-    arms = {op.name: _op_arm(op, name, backend, plain) for op in ops}
+    arms = {op.name: _op_arm(op, name, layer.backend, plain) for op in ops}
     if workload.case.num_tokens:
         arms[STEP] = _step_arm(pool, workload, name, backend, first, calls)
     return arms

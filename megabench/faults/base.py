@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from megabench.backends import Backend
+from megabench.backends.base import for_live_heads
 
 Args = dict[str, Any]
 """An op call's arguments by the protocol's parameter names, in its order."""
@@ -96,6 +97,9 @@ class FaultyBackend:
         right = getattr(self._wrapped, name)
         faulty = self._ops.get(name)
         return right if faulty is None else _bound(name, right, faulty)
+
+    def for_live_heads(self, live_heads: int) -> FaultyBackend:
+        return FaultyBackend(for_live_heads(self._wrapped, live_heads), self._ops)
 
 
 def _bound(name: str, right: Callable[..., Any], faulty: Op) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megabench.backends import Backend
+from megabench.backends.base import for_live_heads
 from megabench.validate.guards import fingerprint
 from megabench.validate.judgement import Judgement
 from megabench.validate.stages import Evidence
@@ -33,6 +35,12 @@ class Witness:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._wrapped, name)
         return self._watched(name, found) if name in OPS else found
+
+    def for_live_heads(self, live_heads: int) -> Witness:
+        """One that adds to the same digest."""
+        narrowed = copy.copy(self)
+        narrowed._wrapped = for_live_heads(self._wrapped, live_heads)
+        return narrowed
 
     def as_backend(self) -> Backend:
         """Itself, typed as what it stands in for."""

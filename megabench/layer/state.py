@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from megabench.backends.base import for_live_heads
 from megabench.formats import COMPRESSED_BLOCK, FP8, PREFILL_CHUNK_SIZE, WV_GROUP_SIZE, CacheDType
 from megabench.geometry import cos_sin_cache, shard, topology_problem
 from megabench.layer.config import LayerConfig, SWACacheLayer, resolve_compressed_record
@@ -60,7 +61,7 @@ class LayerState:
         geometry, local = config.geometry, shard(config.geometry, config.tp_size)
         self.config = config
         self.prefix = config.prefix
-        self.backend = config.backend
+        self.backend = for_live_heads(config.backend, local.n_local_heads)
         self.device = config.device
         self.compress_ratio = config.compress_ratio
         self.window_size = geometry.window_size

@@ -66,6 +66,37 @@ class Broken(TorchBackend):
         raise RuntimeError("driver lost")
 
 
+class Narrowing(TorchBackend):
+    live = 64
+
+    def for_live_heads(self, live_heads: int) -> Narrowing:
+        narrowed = Narrowing(self.page_layout)
+        narrowed.live = live_heads
+        return narrowed
+
+
+class Transparent:
+    """A wrapper that passes every attribute through."""
+
+    def __init__(self, wrapped: TorchBackend) -> None:
+        self.wrapped = wrapped
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.wrapped, name)
+
+
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_backend_that_asks_for_it_is_told_the_live_heads(tp: int) -> None:
+    backend = DeepseekV4MegaAttnAttention(config(backend=Narrowing(), tp_size=tp)).backend
+    assert isinstance(backend, Narrowing)
+    assert backend.live == 64 // tp
+
+
+def test_telling_the_live_heads_bypasses_no_wrapper() -> None:
+    wrapper = Transparent(Narrowing())
+    assert DeepseekV4MegaAttnAttention(config(backend=wrapper)).backend is wrapper
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 def test_the_layer_is_available_up_to_tp8(tp: int) -> None:
     assert DeepseekV4MegaAttnAttention.is_available_for(config(tp_size=tp))
