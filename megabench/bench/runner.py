@@ -90,6 +90,8 @@ class BenchRun:
             spans=self.spans,
         )
         self._pool = LayerPool(self.weights or self._weights_of)
+        gc.collect()
+        gc.freeze()  # what is imported stays: no collection, ours or one amid samples, walks it
 
     def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
         """Bench one case on every backend; one row each, whatever happens."""

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol
 
 import torch
@@ -208,17 +209,25 @@ def _first_cause(error: BaseException) -> str:
 
 
 def count_kernels(run: Run) -> int | None:
-    """Kernels that one run launches, copies and fills left out; None when the profiler saw none.
-
-    The first session of a process may record nothing, so one is thrown away.
-    """
-    for _ in range(2):
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-            run()
-            torch.cuda.synchronize()
-        names = [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
+    """Kernels that one run launches, copies and fills left out; None when the profiler saw none."""
+    _spend_first_session()
+    names = _device_work(run)
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
+
+
+@cache
+def _spend_first_session() -> None:
+    """The profiler's first session of a process may record nothing."""
+    _device_work(lambda: torch.zeros(1, device="cuda"))
+
+
+def _device_work(run: Callable[[], object]) -> list[str]:
+    """Names of the kernels, copies and fills that one run launches."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
 
 
 def _nothing() -> None:
