@@ -223,7 +223,8 @@ def _request(
 @click.argument("run", required=False, type=click.Path(path_type=Path))
 @click.option("--out", default="reports", metavar="DIR", help="Where the latest run is looked for.")
 def report(run: Path | None, out: str) -> None:
-    """Rebuild the HTML report of RUN, a run folder; of the latest one by default."""
+    """Rebuild the HTML report of RUN, with its verdicts if it was gated; of the latest run by
+    default."""
     from megabench.runs import latest_run, write_html
 
     click.echo(write_html(latest_run(Path(out)) if run is None else run))
@@ -266,13 +267,22 @@ def main() -> None:
         _fail(str(error))
     except Exception as error:
         from megabench.backends import BackendError
+        from megabench.gate import GateError
         from megabench.geometry import GeometryError
         from megabench.isolate import WorkerError
         from megabench.results import StoreError
         from megabench.runs import RunError
         from megabench.weights import WeightsError
 
-        known = (BackendError, GeometryError, StoreError, RunError, WeightsError, WorkerError)
+        known = (
+            BackendError,
+            GateError,
+            GeometryError,
+            RunError,
+            StoreError,
+            WeightsError,
+            WorkerError,
+        )
         if not isinstance(error, known):
             raise
         _fail(str(error))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,17 +20,6 @@ _path = click.Path(path_type=Path)
 policy_option = click.option(
     "--policy", type=_path, metavar="FILE", help="Thresholds in YAML; built-in ones by default."
 )
-
-
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """What the gate cannot work with is a usage error: one line, exit 2."""
-    from megabench.gate import GateError
-
-    try:
-        yield
-    except GateError as error:
-        raise click.ClickException(str(error)) from error
 
 
 @click.command()
@@ -52,12 +40,11 @@ def gate(run: Path, baseline: Path, policy: Path | None, explain: bool, junit: P
     from megabench.gate.processes import header_of, suite_of
 
     rules = load_policy(policy)
-    with _one_line_errors():
-        runs = read_processes(run)
-        device = header_of(runs).environment.device_name
-        recorded = find_baseline(baseline, device, suite_of(runs))
-        result = compare(recorded, runs, rules, read_rerun(run))
-    _report(result, run, explain, junit)
+    runs = read_processes(run)
+    device = header_of(runs).environment.device_name
+    recorded = find_baseline(baseline, device, suite_of(runs))
+    result = compare(recorded, runs, rules, read_rerun(run))
+    _tell(result, run, baseline, explain, junit)
     sys.exit(result.exit_code)
 
 
@@ -78,9 +65,8 @@ def update(run: Path, accept: bool, folder: Path, prune: bool) -> None:
     from megabench.gate import Policy, read_processes
     from megabench.gate.update import describe, plan_update
 
-    with _one_line_errors():
-        runs = read_processes(run)
-        planned = plan_update(runs, folder, prune=prune)
+    runs = read_processes(run)
+    planned = plan_update(runs, folder, prune=prune)
     for line in describe(planned):
         click.echo(line)
     if len(runs) < Policy().processes:
@@ -138,13 +124,13 @@ def bench_processes(
         new_folder,
     )
     from megabench.results import capture_environment
+    from megabench.runs import write_html
 
     rules = load_policy(policy)
     recorded = None
     if baseline is not None:  # before hours of work, not after
-        with _one_line_errors():
-            device = capture_environment(request.device).device_name
-            recorded = find_baseline(baseline, device, request.suite.name)
+        device = capture_environment(request.device).device_name
+        recorded = find_baseline(baseline, device, request.suite.name)
     arguments = ["--backend", ",".join(request.backends), "--device", str(request.device)]
     if request.seed is not None:
         arguments += ["--seed", str(request.seed)]
@@ -164,21 +150,37 @@ def bench_processes(
     )
     code = bench.run()
     click.echo(bench.folder, err=request.as_json)
-    if recorded is None or code in UNUSABLE:
+    if code in UNUSABLE:
         return code
-    with _one_line_errors():
-        result = gate_processes(bench, recorded, rules)
-    _report(result, bench.folder, explain=False, junit=None, err=request.as_json)
+    if recorded is None or baseline is None:
+        click.echo(f"report: {write_html(bench.folder)}", err=True)
+        return code
+    result = gate_processes(bench, recorded, rules)
+    _tell(result, bench.folder, baseline, explain=False, junit=None, err=request.as_json)
     return result.exit_code
 
 
-def _report(
-    result: GateResult, run: Path, explain: bool, junit: Path | None, err: bool = False
+def _tell(
+    result: GateResult,
+    run: Path,
+    baseline: Path,
+    explain: bool,
+    junit: Path | None,
+    err: bool = False,
 ) -> None:
+    """Keep the verdicts in the run's folder with a report that shows them, and print them."""
     from megabench.gate.junit import write_junit
+    from megabench.gate.kept import verdicts_of, write_verdicts
     from megabench.gate.render import show
+    from megabench.report import build
 
-    show(result, explain=explain, err=err)
+    report = None
+    try:
+        write_verdicts(verdicts_of(result, baseline), run.parent if run.is_file() else run)
+        report = build(run)
+    except OSError as error:
+        click.echo(f"note: {run}: verdicts are not kept ({error.strerror})", err=True)
+    show(result, explain=explain, err=err, report=report)
     if junit is not None:
         try:
             write_junit(result, run.name, junit)

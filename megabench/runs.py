@@ -15,12 +15,9 @@ from megabench.formats import PAGE_LAYOUTS
 from megabench.geometry import Geometry
 from megabench.results import (
     BackendInfo,
-    read_run,
 )
 from megabench.results.store import RESULTS
 from megabench.weights import check_checkpoint, read_checkpoint
-
-_REPORT = "report.html"
 
 
 class RunError(ValueError):
@@ -179,18 +176,19 @@ def backend_infos(names: Sequence[str], device: torch.device) -> list[BackendInf
 
 
 def latest_run(out: Path) -> Path:
-    """The newest run folder under `out`; RunError when there is none."""
-    runs = sorted(path.parent for path in out.glob(f"*/{RESULTS}"))
-    if not runs:
+    """The newest run under `out`, of one process or of several; RunError when there is none."""
+    files = sorted([*out.glob(f"*/{RESULTS}"), *out.glob(f"*/*/{RESULTS}")])
+    if not files:
         raise RunError(f"{out}: holds no run; make one with megabench bench")
-    return max(runs, key=lambda run: (run / RESULTS).stat().st_mtime)
+    newest = max(files, key=lambda file: file.stat().st_mtime)
+    return out / newest.relative_to(out).parts[0]
 
 
 def write_html(folder: Path) -> Path:
     """Write a run's HTML report into its folder -> the file's path."""
-    from megabench.report import write_report
+    from megabench.report import build
 
-    return write_report(read_run(folder), folder / _REPORT)
+    return build(folder)
 
 
 def say(text: str) -> None:

@@ -7,7 +7,8 @@ say what came out. `megabench.gate.verdicts` holds every decision as a pure func
 from __future__ import annotations
 
 from megabench.gate.baseline import Baseline, baseline_of, find_baseline
-from megabench.gate.compare import Finding, GateResult, compare
+from megabench.gate.compare import compare
+from megabench.gate.findings import Finding, GateResult
 from megabench.gate.policy import Policy, load_policy
 from megabench.gate.processes import GateError, read_processes, read_rerun
 from megabench.gate.verdicts import Decision, Verdict

@@ -12,12 +12,13 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter
 
 from megabench.cases.located import nearest
 from megabench.gate.environment import clock_policy
+from megabench.gate.lines import Line, read_lines, text_of
 from megabench.gate.observe import Observed, observe
 from megabench.gate.processes import GateError, header_of, read_processes, suite_of
 from megabench.results import Environment, Run
@@ -26,14 +27,9 @@ from megabench.results.store import RESULTS
 
 BASELINE_VERSION = 1
 CORRECTNESS, KERNELS = "correctness", "kernels"
-Parsed = TypeVar("Parsed")
 
 
-class _Line(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class BaselineHeader(_Line):
+class BaselineHeader(Line):
     """First line of a shard: what it was measured on, and by which code."""
 
     kind: Literal["baseline"] = "baseline"
@@ -49,7 +45,7 @@ class BaselineHeader(_Line):
     environment: Environment
 
 
-class _Entry(_Line):
+class _Entry(Line):
     case_id: str
     case_hash: str
     backend: str
@@ -63,7 +59,7 @@ class TimeEntry(_Entry):
     kind: Literal["time"] = "time"
     column: Column
     medians_us: Annotated[list[float], Field(min_length=1)]
-    clocks_mhz: list[float] = []
+    clocks_mhz: list[float] = Field(default_factory=list)
     """SM clock of each process; empty when not known."""
 
 
@@ -111,8 +107,7 @@ class Baseline:
 
     def text(self) -> str:
         """The shard's lines."""
-        rows: list[_Line] = [self.header, *self.entries]
-        return "".join(row.model_dump_json() + "\n" for row in rows)
+        return text_of([self.header, *self.entries])
 
 
 def entry_key(entry: Entry) -> tuple[str, ...]:
@@ -151,28 +146,11 @@ def shard_path(folder: Path, device_name: str, suite: str) -> Path:
 
 def read_shard(path: Path) -> Baseline:
     """A shard read back. GateError naming file, line and field when it is not one."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise GateError(f"{path}: cannot be read ({reason})") from error
-    if not lines:
-        raise GateError(f"{path}: is empty")
-    header = _parsed(path, 1, lines[0], _HEADER)
-    entries = [_parsed(path, n, line, _ENTRY) for n, line in enumerate(lines[1:], start=2)]
+    header, entries = read_lines(path, _HEADER, _ENTRY)
     if header.baseline_version != BASELINE_VERSION:
         version = header.baseline_version
         raise GateError(f"{path}: baseline version {version}, this is for {BASELINE_VERSION}")
     return Baseline(header, sorted(entries, key=entry_key))
-
-
-def _parsed(path: Path, number: int, line: str, adapter: TypeAdapter[Parsed]) -> Parsed:
-    try:
-        return adapter.validate_json(line)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "line"
-        raise GateError(f"{path}:{number}: {where}: {first['msg']}") from error
 
 
 def find_baseline(path: Path, device_name: str, suite: str) -> Baseline:
@@ -216,7 +194,7 @@ def _entries(case_id: str, backend: str, seen: Observed) -> Iterator[Entry]:
                 backend=backend,
                 op=op,
                 column=column,
-                medians_us=[round(t, 3) for t in times.medians_us],
+                medians_us=[_rounded(t) for t in times.medians_us],
                 clocks_mhz=[round(c, 1) for c in times.clocks_mhz],
             )
     for (op, column, reference), pairs in seen.pairs().items():
@@ -232,3 +210,8 @@ def _entries(case_id: str, backend: str, seen: Observed) -> Iterator[Entry]:
             high=round(pairs.high, 5),
             pairs=pairs.pairs,
         )
+
+
+def _rounded(us: float) -> float:
+    """Five digits, and nothing below a nanosecond: finer than any threshold, short in a diff."""
+    return round(float(f"{us:.5g}"), 3)

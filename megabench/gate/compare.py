@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,16 +16,21 @@ from megabench.gate.baseline import (
     TimeEntry,
 )
 from megabench.gate.environment import Mismatch, applying, clock_policy, mismatches
-from megabench.gate.evidence import explain_pairs, explain_times
+from megabench.gate.evidence import (
+    explain_kernels,
+    explain_pairs,
+    explain_stages,
+    explain_times,
+)
+from megabench.gate.findings import Finding, GateResult
 from megabench.gate.observe import WHOLE, Key, Observed, PairKey, TimeKey, observe
 from megabench.gate.policy import Policy
-from megabench.gate.pool import Pairs, Times
-from megabench.gate.processes import cut_short, header_of
+from megabench.gate.pool import Change, Pairs, Times, compare_pairs, compare_times
+from megabench.gate.processes import cut_short, header_of, rows_of
 from megabench.gate.verdicts import (
     ORDER,
-    RUN_AGAIN,
     Decision,
-    exit_code,
+    digits,
     judge_kernels,
     judge_pairs,
     judge_stages,
@@ -33,55 +38,6 @@ from megabench.gate.verdicts import (
 )
 from megabench.results import Run
 from megabench.results.names import STEP
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What the gate says of one op and column of a case on a backend, and on what grounds."""
-
-    case_id: str
-    backend: str
-    op: str
-    """An op's name, or "all" for what concerns the whole case."""
-    column: str
-    """A timing column, "correctness", "kernels", or "all"."""
-    decision: Decision
-    gated: bool = True
-    """Whether it counts for the exit code."""
-    base: str = ""
-    run: str = ""
-    """The two sides in short, for a table."""
-    evidence: tuple[str, ...] = ()
-    seconds: float = 0.0
-    """The run's median time, for exports that carry one."""
-
-
-@dataclass(frozen=True)
-class GateResult:
-    """Every finding of a run, worst first."""
-
-    findings: list[Finding]
-    environment: list[Mismatch]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def exit_code(self) -> int:
-        """0 good, 1 slower or broken, 3 cannot decide."""
-        return exit_code(f.decision.verdict for f in self.findings if f.gated)
-
-    def counts(self) -> dict[str, int]:
-        """Findings by verdict, worst first."""
-        seen = Counter(f.decision.verdict for f in self.findings)
-        return {verdict: seen[verdict] for verdict in ORDER if seen[verdict]}
-
-    def run_again(self) -> list[Key]:
-        """(case id, backend) of the times that more processes may settle, slower ones first."""
-        slow = (
-            (f.case_id, f.backend)
-            for f in self.findings
-            if f.gated and f.decision.code in RUN_AGAIN
-        )
-        return list(dict.fromkeys(slow))
 
 
 @dataclass
@@ -105,17 +61,26 @@ def compare(
         policy.environment.ignore,
         (baseline.header.clocks, clock_policy(runs)),
     )
-    seen, again, recorded = observe(runs), observe(rerun or []), _recorded(baseline)
+    rerun = rerun or []
+    seen, again, recorded = observe(runs), observe(rerun), _recorded(baseline)
     findings: list[Finding] = []
     for key in sorted(recorded.keys() | seen.keys()):
         comparison = _Case(key, recorded.get(key), seen.get(key), again.get(key), policy, found)
         findings += comparison.findings()
-    findings += _environment(found, policy) + _cut_short([*runs, *(rerun or [])])
+    findings += _environment(found, policy) + _cut_short([*runs, *rerun])
     if policy.missing == "ignore":
         findings = [f for f in findings if f.decision.verdict != "MISSING"]
     findings.sort(key=lambda f: (ORDER.index(f.decision.verdict), not f.gated))
     timed = [(f.case_id, f.op, f.backend, f.column) for f in findings]
-    return GateResult(findings, found, policy.idle_rules(timed))
+    return GateResult(
+        findings,
+        found,
+        notes=policy.idle_rules(timed),
+        baseline=baseline.header,
+        processes=len(runs),
+        rerun=len(rerun),
+        rows=rows_of(runs, rerun),
+    )
 
 
 @dataclass(frozen=True)
@@ -153,18 +118,33 @@ class _Case:
 
     def _correctness(self, base: _Recorded, run: Observed) -> Iterator[Finding]:
         if base.stages is not None:
-            decision = judge_stages(base.stages, run.stages(), self.policy.correctness)
-            yield self._whole(decision, CORRECTNESS)
+            now, rule = run.stages(), self.policy.correctness
+            yield Finding(
+                *self.key,
+                WHOLE,
+                CORRECTNESS,
+                judge_stages(base.stages, now, rule),
+                base=_worst(base.stages),
+                run=_worst(now),
+                evidence=tuple(explain_stages(base.stages, now, rule)),
+            )
 
     def _kernels(self, base: _Recorded, run: Observed) -> Iterator[Finding]:
         if base.kernels is None:
             return
-        counts = run.kernels()
+        counts, rule = run.kernels(), self.policy.kernels
         decision = Decision("MISSING", "missing", "the run did not count the step's kernels")
         if counts:
-            decision = judge_kernels(base.kernels, counts, self.policy.kernels)
-        now = "/".join(str(n) for n in sorted(counts))
-        yield Finding(*self.key, STEP, KERNELS, decision, base=str(base.kernels), run=now)
+            decision = judge_kernels(base.kernels, counts, rule)
+        yield Finding(
+            *self.key,
+            STEP,
+            KERNELS,
+            decision,
+            base=str(base.kernels),
+            run="/".join(str(n) for n in sorted(counts)),
+            evidence=tuple(explain_kernels(base.kernels, counts, rule)),
+        )
 
     def _time(self, base: _Recorded, run: Observed, key: TimeKey) -> Iterator[Finding]:
         op, column = key
@@ -176,7 +156,10 @@ class _Case:
         again = self.rerun.times(op, column) if self.rerun else None
         if again is not None and not again.processes:
             again = None
-        evidence = explain_times(old, new, again, rule)
+        change = None
+        if old is not None:
+            change = compare_times(old, new if again is None else new.joined(again), rule.level)
+        evidence = explain_times(old, new, again, change, rule)
         if old is None:
             decision = Decision("NEW", "new", "the baseline does not have this time")
         elif not new.processes and not run.problems(op, column):
@@ -184,7 +167,7 @@ class _Case:
         else:
             decision = judge_time(old, new, rule, self.policy.processes, again)
             if decision.code == "few-processes":
-                decision, more = self._without_processes(base, run, key, decision)
+                decision, more, change = self._without_processes(base, run, key, decision)
                 evidence += more
         yield Finding(
             *self.key,
@@ -192,15 +175,17 @@ class _Case:
             column,
             decision,
             gated=rule.gated,
-            base=f"{old.median_us:.3f}" if old else "",
-            run=f"{new.median_us:.3f}" if new.processes else "",
+            base=f"{digits(old.median_us)} us" if old else "",
+            run=f"{digits(new.median_us)} us" if new.processes else "",
             evidence=tuple(evidence),
-            seconds=new.median_us * 1e-6 if new.processes else 0.0,
+            base_us=old.median_us if old else None,
+            run_us=new.median_us if new.processes else None,
+            change=change,
         )
 
     def _without_processes(
         self, base: _Recorded, run: Observed, key: TimeKey, decision: Decision
-    ) -> tuple[Decision, list[str]]:
+    ) -> tuple[Decision, list[str], Change | None]:
         """What can be said with too few processes: pairs, else why samples were lost, else that."""
         op, column = key
         seen = run.pairs()
@@ -210,13 +195,14 @@ class _Case:
             if pair_key[:2] == key and new and enough and key in base.times:
                 case_id, backend = self.key
                 rule = self.policy.rule(case=case_id, op=op, backend=backend, column=column)
-                judged = judge_pairs(old, new, base.times[key].median_us, rule)
-                return judged, explain_pairs(pair_key[2], old, new)
+                change = compare_pairs(old, new, base.times[key].median_us)
+                judged = judge_pairs(old, new, change, rule)
+                return judged, explain_pairs(pair_key[2], old, new), change
         problems = run.problems(op, column)
         if problems:
             count = f"{len(problems)} of {len(run.rows)} processes do not stand"
-            return Decision("INVALID", "invalid", f"{count}: {problems[0].problem}"), []
-        return decision, []
+            return Decision("INVALID", "invalid", f"{count}: {problems[0].problem}"), [], None
+        return decision, [], None
 
     def _whole(self, decision: Decision, column: str = WHOLE) -> Finding:
         return Finding(*self.key, WHOLE, column, decision)
@@ -243,6 +229,13 @@ def _cut_short(runs: list[Run]) -> list[Finding]:
     evidence = tuple(str(run.path) for run in cut)
     decision = Decision("INVALID", "cut-short", message)
     return [Finding("*", "*", WHOLE, WHOLE, decision, evidence=evidence)]
+
+
+def _worst(stages: dict[str, float]) -> str:
+    """The worst error / bound in short; NaN is the worst of all."""
+    values = stages.values()
+    worst = math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
+    return f"{worst:.3g}"
 
 
 def _recorded(baseline: Baseline) -> dict[Key, _Recorded]:

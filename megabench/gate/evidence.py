@@ -1,12 +1,14 @@
-"""The evidence behind a verdict on time, in lines for a person."""
+"""The evidence behind a verdict, in lines for a person."""
 
 from __future__ import annotations
 
-from megabench.gate.policy import TimeRule
-from megabench.gate.pool import Pairs, Times, compare_times
+from megabench.gate.policy import CorrectnessRule, KernelRule, TimeRule
+from megabench.gate.pool import Change, Pairs, Times
 
 
-def explain_times(base: Times | None, run: Times, rerun: Times | None, rule: TimeRule) -> list[str]:
+def explain_times(
+    base: Times | None, run: Times, rerun: Times | None, change: Change | None, rule: TimeRule
+) -> list[str]:
     """Each side's medians, interval, dispersion and clock, then the change and the thresholds."""
     lines = []
     for name, times in (("baseline", base), ("run", run), ("re-run", rerun)):
@@ -14,10 +16,8 @@ def explain_times(base: Times | None, run: Times, rerun: Times | None, rule: Tim
             lines += _side(name, times, rule.level)
     if base is None or not run.processes:
         return lines
-    together = run if rerun is None else run.joined(rerun)
-    change = compare_times(base, together, rule.level)
     if change is not None:
-        both = "" if together is run else "run and re-run: "
+        both = "" if rerun is None else "run and re-run: "
         apart = "apart" if change.apart else "overlap"
         lines.append(
             f"change    {both}{100 * change.relative:+.2f} %, {change.absolute_us:+.3f} us; "
@@ -41,6 +41,28 @@ def explain_pairs(reference: str, base: Pairs, run: Pairs) -> list[str]:
         for name, p in (("baseline", base), ("run", run))
     ]
     return [*lines, "clock     shared by the interleaved arms: the ratio is the same in cycles"]
+
+
+def explain_kernels(base: int, run: set[int], rule: KernelRule) -> list[str]:
+    """The counts of both sides; `run` holds those of all its processes."""
+    counts = ", ".join(str(n) for n in sorted(run)) or "not counted"
+    return [f"baseline {base}", f"run      {counts}", f"rule     at most {rule.extra} more"]
+
+
+def explain_stages(
+    base: dict[str, float], run: dict[str, float], rule: CorrectnessRule
+) -> list[str]:
+    """The worst error / bound of every stage on both sides, then the rule."""
+    width = max((len(name) for name in base | run), default=0)
+    lines = [
+        f"{name:{width}}  {_ratio(base, name)} -> {_ratio(run, name)}"
+        for name in dict.fromkeys([*base, *run])
+    ]
+    return [*lines, f"rule: at most {rule.growth:g} x baseline + {rule.slack:g}"]
+
+
+def _ratio(stages: dict[str, float], name: str) -> str:
+    return f"{stages[name]:.3g}" if name in stages else "none"
 
 
 def _side(name: str, times: Times, level: float) -> list[str]:

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterable
 from pathlib import Path
 
-from megabench.gate.compare import Finding, GateResult
+from megabench.gate.findings import Finding, GateResult
 from megabench.gate.verdicts import UNDECIDED, WRONG
 
 _ILLEGAL = re.compile(r"[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -46,7 +46,7 @@ def _testcase(parent: ET.Element, finding: Finding) -> None:
         "testcase",
         classname=_legal(f"{finding.case_id}.{finding.backend}"),
         name=_legal(f"{finding.op} {finding.column}"),
-        time=f"{finding.seconds:.9f}",
+        time=f"{(finding.run_us or 0.0) * 1e-6:.9f}",
     )
     text = _legal(f"{decision.verdict} {decision.code}: {decision.message}")
     if not finding.gated:

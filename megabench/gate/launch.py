@@ -17,7 +17,8 @@ from pathlib import Path
 import yaml
 
 from megabench.gate.baseline import Baseline
-from megabench.gate.compare import GateResult, compare
+from megabench.gate.compare import compare
+from megabench.gate.findings import GateResult
 from megabench.gate.observe import Key, observe
 from megabench.gate.policy import Policy
 from megabench.gate.processes import RERUN, GateError, read_processes, read_rerun

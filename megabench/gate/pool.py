@@ -94,6 +94,17 @@ class Change:
     def absolute_us(self) -> float:
         return self.run_us - self.base_us
 
+    @property
+    def ratio(self) -> float:
+        """run / baseline."""
+        return 1 + self.relative
+
+    @property
+    def ratio_interval(self) -> tuple[float, float]:
+        """What the samples leave of `ratio`, at `ROOM_LEVEL` on either side: 90 % in all."""
+        high = 1 + self.room
+        return self.ratio**2 / high, high
+
 
 @cache
 def coverage(count: int, cut: int) -> float:

@@ -52,6 +52,11 @@ def cut_short(runs: list[Run]) -> list[Run]:
     return [r for r in runs if r.end is None or r.end.exit_code == INTERRUPTED]
 
 
+def rows_of(runs: list[Run], rerun: list[Run]) -> int:
+    """Case rows of a run's processes and its re-run's."""
+    return sum(len(run.cases) for run in [*runs, *rerun])
+
+
 def suite_of(runs: list[Run]) -> str:
     """The name of the suite whose cases a run has; GateError for none or several."""
     suites = sorted({case.suite for run in runs for case in run.cases})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megabench.gate.compare import Finding, GateResult
+from megabench.gate.findings import Finding, GateResult
 from megabench.gate.verdicts import Verdict
 
 _STYLE: dict[Verdict, str] = {
@@ -24,8 +26,11 @@ WIDE = 200
 """Columns when stdout is no terminal: a log keeps whole lines."""
 
 
-def show(result: GateResult, *, explain: bool = False, err: bool = False) -> None:
-    """Print a result, to stderr with `err`. `explain` adds every finding's evidence."""
+def show(
+    result: GateResult, *, explain: bool = False, err: bool = False, report: Path | None = None
+) -> None:
+    """Print a result, to stderr with `err`. `explain` adds every finding's evidence; `report` is
+    where it can be read, too."""
     out = Console(stderr=err)
     if not out.is_terminal:
         out = Console(stderr=err, width=WIDE)
@@ -37,6 +42,8 @@ def show(result: GateResult, *, explain: bool = False, err: bool = False) -> Non
             _explain(out, finding)
     for note in result.notes:
         out.print(f"note: {note}", markup=False, highlight=False)
+    if report is not None:
+        out.print(f"report: {report}", markup=False, highlight=False, soft_wrap=True)
     counts = ", ".join(f"{count} {verdict}" for verdict, count in result.counts().items())
     code = result.exit_code
     summary = f"{counts or 'nothing to compare'}: {_EXIT[code]} (exit {code})"

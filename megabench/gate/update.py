@@ -18,6 +18,7 @@ from megabench.gate.baseline import (
     shard_path,
 )
 from megabench.gate.environment import Mismatch, mismatches
+from megabench.gate.lines import write_whole
 from megabench.gate.observe import observe
 from megabench.gate.policy import EnvironmentRule
 from megabench.gate.pool import Times
@@ -41,10 +42,7 @@ class Update:
 
     def write(self) -> None:
         """Replace the shard's file whole."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self.path.with_suffix(".tmp")
-        draft.write_text(self.new.text(), encoding="utf-8")
-        draft.replace(self.path)
+        write_whole(self.path, self.new.text())
 
 
 def plan_update(runs: list[Run], folder: Path, *, prune: bool = False) -> Update:

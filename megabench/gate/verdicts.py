@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from megabench.gate.policy import CorrectnessRule, KernelRule, TimeRule
-from megabench.gate.pool import Change, Pairs, Times, compare_pairs, compare_times
+from megabench.gate.pool import Change, Pairs, Times, compare_times
 
 Verdict = Literal["SAME", "FASTER", "SLOWER", "AMBIGUOUS", "MISSING", "NEW", "INVALID", "BROKEN"]
 WRONG: tuple[Verdict, ...] = ("BROKEN", "SLOWER")
@@ -61,9 +61,9 @@ def judge_time(
     return both
 
 
-def judge_pairs(base: Pairs, run: Pairs, base_us: float, rule: TimeRule) -> Decision:
+def judge_pairs(base: Pairs, run: Pairs, change: Change, rule: TimeRule) -> Decision:
     """A ratio to a reference backend against the baseline's, both from ABBA pairs."""
-    decision = decide(compare_pairs(base, run, base_us), rule)
+    decision = decide(change, rule)
     ratios = f"ratio {base.ratio:.3f} -> {run.ratio:.3f} over {run.pairs} pairs"
     return decision._replace(message=f"{ratios}; {decision.message}")
 
@@ -149,13 +149,14 @@ def judge_stages(base: dict[str, float], run: dict[str, float], rule: Correctnes
 
 
 def _moved(change: Change) -> str:
-    return f"{_us(change.base_us)} -> {_us(change.run_us)} us, {_percent(change.relative)}"
+    return f"{digits(change.base_us)} -> {digits(change.run_us)} us, {_percent(change.relative)}"
 
 
-def _us(value: float) -> str:
-    digits = 3 if value <= 0 else max(0, 3 - math.floor(math.log10(value)))
-    return f"{value:.{min(digits, 3)}f}"
+def digits(us: float) -> str:
+    """A time in four digits, but nothing below a nanosecond."""
+    places = 3 if us <= 0 else max(0, 3 - math.floor(math.log10(us)))
+    return f"{us:.{min(places, 3)}f}"
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:+.2f} %"
+    return f"{round(100 * value, 2) + 0.0:+.2f} %"  # + 0.0: no "-0.00"

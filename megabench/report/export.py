@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megabench.report.frames import cases_frame, measurements_frame
 from megabench.report.summary import Summary, summarise
+from megabench.report.verdict import GateView
 from megabench.report.words import microseconds, percent, ratio
 from megabench.results import Run
 
@@ -21,10 +22,12 @@ def write_csv(run: Run, path: Path) -> None:
     frame.to_csv(path, index=False)
 
 
-def write_markdown(run: Run, path: Path) -> None:
-    """Verdict, counts, what is wrong, and the table of cases."""
-    summary = summarise(run)
-    lines = [*_head(run, summary), *_table(run)]
+def write_markdown(run: Run, path: Path, gate: GateView | None = None) -> None:
+    """Verdict, counts, what is wrong, the gate's findings, and the table of cases."""
+    lines = _head(run, summarise(run))
+    if gate is not None:
+        lines += _gate(gate)
+    lines += _table(run)
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -54,6 +57,34 @@ def _head(run: Run, summary: Summary) -> list[str]:
     return [*lines, ""]
 
 
+def _gate(gate: GateView) -> list[str]:
+    """The gate's counts and every finding but SAME."""
+    counts = ", ".join(f"{c.count} {c.verdict}" for c in gate.counts)
+    lines = [f"## Gate: {gate.outcome} (exit {gate.header.exit_code})", ""]
+    lines += [f"- {counts or 'nothing to compare'}"]
+    lines += [f"- environment: {d.field} {d.base} -> {d.run}" for d in gate.header.environment]
+    told = [line for line in gate.lines if line.row.verdict != "SAME"]
+    if told:
+        lines += [
+            "",
+            "| verdict | case | backend | op | column | baseline | now | ratio | why |",
+            "| --- | --- | --- | --- | --- | ---: | ---: | ---: | --- |",
+        ]
+    for line in told[:MARKDOWN_ROWS]:
+        row = line.row
+        verdict = row.verdict if row.gated else f"({row.verdict})"
+        name = (verdict, row.case_id, row.backend, row.op, row.column)
+        why = f"{row.code}: {row.message}"
+        lines.append(_row(*name, line.base, line.now, line.ratio, why))
+    if len(told) > MARKDOWN_ROWS:
+        lines += ["", f"{len(told) - MARKDOWN_ROWS} more findings in gate.jsonl."]
+    return [*lines, ""]
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
 def _table(run: Run) -> list[str]:
     frame = cases_frame(run)
     if frame.empty:
@@ -73,7 +104,7 @@ def _table(run: Run) -> list[str]:
             ratio(_number(row.worst)),
             str(row.reason),
         ]
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append(_row(*cells))
     if len(frame) > MARKDOWN_ROWS:
         lines += ["", f"{len(frame) - MARKDOWN_ROWS} more rows in results.csv."]
     return lines

@@ -12,14 +12,18 @@ from megabench.report import figures, words
 from megabench.report.frames import anchor, measurements_frame, primary, worst_stage
 from megabench.report.latency import latency
 from megabench.report.summary import stage_lines, summarise
+from megabench.report.verdict import GateView
 from megabench.results import CaseResult, Measurement, Run
 from megabench.results.names import STEP
 
 TEMPLATE = "report.html.j2"
 
 
-def render(run: Run) -> str:
-    """The whole report of a run as one HTML document without any external reference."""
+def render(run: Run, gate: GateView | None = None, processes: int = 1) -> str:
+    """The whole report of a run as one HTML document without any external reference.
+
+    `gate` are its verdicts, where it was gated; `processes` how many the run was pooled from.
+    """
     measurements = measurements_frame(run)
     drawn = (
         latency(measurements, run.header.environment.device_name if run.header else ""),
@@ -32,6 +36,8 @@ def render(run: Run) -> str:
         .get_template(TEMPLATE)
         .render(
             run=run,
+            gate=gate,
+            processes=processes,
             header=run.header,
             environment=run.header.environment if run.header else None,
             summary=summarise(run),
@@ -58,6 +64,7 @@ def _jinja() -> Jinja:
     for name in ("microseconds", "percent", "ratio", "rate", "size", "digits"):
         jinja.filters[name] = getattr(words, name)
     jinja.filters["svg"] = Markup
+    jinja.filters["arrows"] = lambda text: text.replace("->", "→")
     jinja.filters["sortable"] = _sortable
     return jinja
 

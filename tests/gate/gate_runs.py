@@ -8,7 +8,7 @@ from typing import Any
 
 from megabench.cases import Case
 from megabench.gate.baseline import Baseline, baseline_of
-from megabench.gate.compare import Finding, GateResult
+from megabench.gate.findings import Finding, GateResult
 from megabench.results import (
     CaseResult,
     Comparison,
@@ -85,6 +85,7 @@ def row(
         "case": case.model_dump(mode="json"),
         "backend": backend,
         "status": "measured",
+        "tokens": case.num_tokens,
         "stages": stages,
         "measurements": list(measurements),
     }

@@ -17,7 +17,7 @@ from gate_runs import (
 )
 
 from megabench.gate import Policy, baseline_of, compare
-from megabench.gate.compare import GateResult
+from megabench.gate.findings import GateResult
 from megabench.results import CaseResult, Comparison, Interval, Run, StageResult, Telemetry
 
 BASE = (20.0, 20.1, 19.9, 20.05, 19.95)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megabench.gate.policy import CorrectnessRule, KernelRule, TimeRule
-from megabench.gate.pool import Change, Pairs, Times
+from megabench.gate.pool import Change, Pairs, Times, compare_pairs
 from megabench.gate.verdicts import (
     ORDER,
     Decision,
@@ -151,9 +151,12 @@ def test_a_rerun_never_makes_a_clean_run_slower_by_itself() -> None:
 def test_pairs_are_judged_by_their_ratio_to_the_reference() -> None:
     base = Pairs(0.50, 0.498, 0.502, 20)
     slower, same = Pairs(0.53, 0.528, 0.532, 20), Pairs(0.501, 0.499, 0.503, 20)
-    assert judge_pairs(base, slower, 40, RULE).verdict == "SLOWER"
-    assert judge_pairs(base, same, 40, RULE).verdict == "SAME"
-    assert codes(judge_pairs(base, slower, 4, RULE)) == ("AMBIGUOUS", "below-resolution")
+    assert judge_pairs(base, slower, compare_pairs(base, slower, 40), RULE).verdict == "SLOWER"
+    assert judge_pairs(base, same, compare_pairs(base, same, 40), RULE).verdict == "SAME"
+    assert codes(judge_pairs(base, slower, compare_pairs(base, slower, 4), RULE)) == (
+        "AMBIGUOUS",
+        "below-resolution",
+    )
 
 
 # ---- kernels, correctness, exit codes ----------------------------------------

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from report_fake_gate import gated_page
 from report_fake_run import bench_run
 
 from megabench.report import write_report
@@ -125,7 +126,7 @@ def click_head(page: Browser, label: str) -> str:
 def enter(page: Browser, field: str, value: str) -> None:
     page.run(
         f"const f = document.getElementById('{field}'); f.value = '{value}';"
-        "f.dispatchEvent(new Event('input'))"
+        "f.dispatchEvent(new Event('input', {bubbles: true}))"
     )
 
 
@@ -165,6 +166,72 @@ def test_a_link_to_a_case_opens_its_detail(page: Browser) -> None:
     time.sleep(0.2)
     opened = "return [...document.querySelectorAll('details[open] .id')].map(d => d.textContent)"
     assert page.run(opened) == ["r1-nvfp4-tp1-2q1s4k"]
+
+
+VERDICTS = (
+    "return [...document.querySelectorAll('#gate-table tr[data-verdict]')]"
+    ".filter(r => !r.hidden).map(r => r.dataset.verdict + ' ' + r.dataset.op)"
+)
+SHOWN_EVIDENCE = (
+    "return [...document.querySelectorAll('tr.evidence')].filter(r => !r.hidden)"
+    ".map(r => r.previousElementSibling.dataset.verdict + ': ' + r.textContent)"
+)
+
+
+@pytest.fixture
+def gated(browser: Browser, tmp_path: Path) -> Browser:
+    browser.resize(1400)
+    path = tmp_path / "report.html"
+    path.write_text(gated_page(), encoding="utf-8")
+    browser.open(path)
+    return browser
+
+
+def choose(page: Browser, field: str, value: str) -> None:
+    page.run(
+        f"const f = document.querySelector('#gate [data-field={field}]'); f.value = '{value}';"
+        "f.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+
+
+def test_the_gates_table_filters_by_its_own_fields_and_leaves_the_cases_alone(
+    gated: Browser,
+) -> None:
+    choose(gated, "verdict", "SLOWER")
+    choose(gated, "op", "wo_a")
+    assert gated.run(VERDICTS) == ["SLOWER wo_a"]
+    count = "return document.querySelector('#gate output').textContent"
+    assert gated.run(count) == "1 of 27 rows"
+    assert len(shown(gated, 0)) == 8
+
+
+def test_evidence_opens_below_its_row_and_goes_where_the_row_goes(gated: Browser) -> None:
+    assert gated.run(SHOWN_EVIDENCE) == []
+    gated.run("document.querySelector('tr[data-verdict=SLOWER] button.more').click()")
+    (found,) = gated.run(SHOWN_EVIDENCE)
+    assert found.startswith("SLOWER: baseline")
+    gated.run("document.querySelectorAll('#gate-table thead button')[5].click()")
+    assert gated.run(SHOWN_EVIDENCE) == [found]
+    choose(gated, "verdict", "FASTER")
+    assert gated.run(SHOWN_EVIDENCE) == []
+    choose(gated, "verdict", "")
+    assert gated.run(SHOWN_EVIDENCE) == [found]
+
+
+def test_sorting_by_verdict_puts_the_worst_first(gated: Browser) -> None:
+    head = "document.querySelectorAll('#gate-table thead button')[0].click();"
+    gated.run(head + head)
+    last_first = gated.run(VERDICTS)
+    assert last_first[0].startswith("SAME")
+    gated.run(head)
+    assert gated.run(VERDICTS) == last_first[::-1]
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_the_gates_tables_do_not_widen_the_page(gated: Browser, width: int) -> None:
+    for button in range(3):
+        gated.run(f"document.querySelectorAll('button.more')[{button}].click()")
+    test_no_width_makes_the_page_itself_scroll_sideways(gated, width)
 
 
 @pytest.mark.parametrize("width", [390, 1400])

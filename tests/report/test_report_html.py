@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from report_fake_gate import gated_page
 from report_fake_run import bench_run, case, header, measured, measurement, validate_run
 
 from megabench.report import SUMMARY, TABLE, build, write_report
@@ -54,9 +55,9 @@ class Tags(HTMLParser):
         self.text.append(data)
 
 
-def parse(run: Run) -> Tags:
+def parse(page: str) -> Tags:
     tags = Tags()
-    tags.feed(render(run))
+    tags.feed(page)
     tags.close()
     return tags
 
@@ -65,20 +66,20 @@ def empty_run() -> Run:
     return Run(Path("."), header=header(planned=3))
 
 
-RUNS = {
-    "bench": bench_run,
-    "validate": validate_run,
-    "empty": empty_run,
-    "no header": lambda: Run(Path("."), torn=True),
+PAGES = {
+    "bench": lambda: render(bench_run()),
+    "validate": lambda: render(validate_run()),
+    "empty": lambda: render(empty_run()),
+    "no header": lambda: render(Run(Path("."), torn=True)),
+    "gated": gated_page,
+    "gated elsewhere": lambda: gated_page(driver="590"),
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", PAGES)
 def test_every_kind_of_run_makes_a_well_formed_page_without_outside_references(name: str) -> None:
-    page = render(RUNS[name]())
-    tags = Tags()
-    tags.feed(page)
-    tags.close()
+    page = PAGES[name]()
+    tags = parse(page)
     assert tags.open == []
     assert tags.outside == []
     assert not re.search(r"(https?:)?//[a-z]", re.sub(r'xmlns(:\w+)?="[^"]*"', "", page))
@@ -86,8 +87,9 @@ def test_every_kind_of_run_makes_a_well_formed_page_without_outside_references(n
     assert "url(" not in re.sub(r"url\(#[\w-]+\)", "", page)
 
 
-def test_ids_are_unique_and_every_link_has_its_target() -> None:
-    tags = parse(bench_run())
+@pytest.mark.parametrize("name", ["bench", "gated"])
+def test_ids_are_unique_and_every_link_has_its_target(name: str) -> None:
+    tags = parse(PAGES[name]())
     assert len(tags.ids) == len(set(tags.ids))
     assert {link[1:] for link in tags.links} <= set(tags.ids)
 
@@ -157,7 +159,7 @@ def test_an_op_is_represented_by_its_cold_column() -> None:
 
 def test_every_case_shows_its_repro_command() -> None:
     run = bench_run()
-    text = " ".join(parse(run).text)
+    text = " ".join(parse(render(run)).text)
     for row in run.cases:
         assert row.repro in text
 

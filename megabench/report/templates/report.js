@@ -18,27 +18,40 @@ function sortBy(table, heads, head, column, kind) {
     return cell.dataset.key === "" ? null : Number(cell.dataset.key);
   };
   const order = (a, b) => kind === "number" ? a - b : a.localeCompare(b, "en", { numeric: true });
-  const rows = [...body.rows].map(row => [key(row), row]);
+  const rows = [...body.rows].filter(row => !isEvidence(row)).map(row => [key(row), row, evidenceOf(row)]);
   // Cells without a value stay at the end, whichever way the others go.
   rows.sort(([a], [b]) => a === null || b === null ? (a === null) - (b === null) : (down ? -order(a, b) : order(a, b)));
-  body.append(...rows.map(([, row]) => row));
+  for (const [, row, evidence] of rows) body.append(row, ...(evidence ? [evidence] : []));
 }
-// Filtering: the table's rows and the details below it follow the same three fields.
-const text = document.getElementById("filter-text");
-const status_ = document.getElementById("filter-status");
-const backend = document.getElementById("filter-backend");
-function filter() {
-  const wanted = text.value.trim().toLowerCase();
-  let shown = 0, all = 0;
-  for (const row of document.querySelectorAll("#case-table tbody tr, details.case")) {
-    const d = row.dataset;
-    const fits = d.text.includes(wanted) && (!status_.value || d.status === status_.value) && (!backend.value || d.backend === backend.value);
-    row.hidden = !fits;
-    if (row.tagName === "TR") { all += 1; shown += fits; }
-  }
-  document.getElementById("filter-count").textContent = `${shown} of ${all} rows`;
+// Evidence: a row may have one below it, shown while its button is pressed and the row is.
+const isEvidence = row => row !== null && row.classList.contains("evidence");
+const evidenceOf = row => isEvidence(row.nextElementSibling) ? row.nextElementSibling : null;
+function showEvidence(row) {
+  const below = evidenceOf(row);
+  if (below) below.hidden = row.hidden || row.querySelector("button.more").getAttribute("aria-expanded") !== "true";
 }
-if (text) for (const field of [text, status_, backend]) field.addEventListener("input", filter);
+for (const button of document.querySelectorAll("button.more")) {
+  button.addEventListener("click", () => {
+    button.setAttribute("aria-expanded", String(button.getAttribute("aria-expanded") !== "true"));
+    showEvidence(button.closest("tr"));
+  });
+}
+// Filtering: a form names the rows it filters; each of its fields looks at the row's data of that name.
+for (const form of document.querySelectorAll("form.filters")) {
+  const fields = [...form.querySelectorAll("[data-field]")];
+  const fits = row => fields.every(field => {
+    const wanted = field.value.trim(), value = row.dataset[field.dataset.field];
+    return field.type === "search" ? value.includes(wanted.toLowerCase()) : !wanted || value === wanted;
+  });
+  form.addEventListener("input", () => {
+    let shown = 0, all = 0;
+    for (const row of document.querySelectorAll(form.dataset.rows)) {
+      row.hidden = !fits(row);
+      if (row.tagName === "TR") { all += 1; shown += !row.hidden; showEvidence(row); }
+    }
+    form.querySelector("output").textContent = `${shown} of ${all} rows`;
+  });
+}
 // A link to a case opens its detail.
 function openTarget() {
   const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
