@@ -23,14 +23,8 @@ import torch
 from rich.console import Console
 
 from benchmarks.peers.arms import Group, Ratio, Row, check, describe, make_flush, measure
-from benchmarks.peers.attention import (
-    COMPILED_SIZES,
-    DECODE_BARS,
-    PREFILL_BARS,
-    compiled_group,
-    decode_group,
-    prefill_group,
-)
+from benchmarks.peers.attention import DECODE_BARS, PREFILL_BARS, decode_group, prefill_group
+from benchmarks.peers.compiled import COMPILED_SIZES, compiled_group
 from benchmarks.peers.einsum import BARS as EINSUM_BARS
 from benchmarks.peers.einsum import DEEP_GEMM, einsum_group
 from benchmarks.peers.flash import flash_problem, flash_version

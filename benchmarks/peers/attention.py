@@ -1,11 +1,9 @@
-"""Groups of the attention ops: decode, prefill, and the compiled eager decode."""
+"""Groups of the attention ops: decode and prefill."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
-
-import torch
 
 from benchmarks.peers.arms import Arm, Bar, Group
 from benchmarks.peers.flash import (
@@ -17,14 +15,11 @@ from benchmarks.peers.flash import (
 from benchmarks.peers.judge import AttentionTruth, attention_truth
 from benchmarks.peers.records import to_v4
 from benchmarks.peers.steps import Bench, runner
-from megabench.backends import TorchBackend
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
 
 FLASH, UNFUSED = "FlashMLA attention only", "unfused: RoPE + FlashMLA + cast"
-COMPILED = "torch.compile of the eager op"
 DECODE_BARS = {1: 1.0, 32: 1.0, 128: 0.9, 512: 0.8, 1024: 0.75}
 PREFILL_BARS = {128: 1.0, 1024: 1.0, 4096: 1.0}
-COMPILED_SIZES = (32, 128)
 NVFP4_BAR = 1.0
 """NVFP4 rows may take no longer than fp8 ones."""
 RECORDS = {"fp8": "fp8_ds_mla", "NVFP4": "nvfp4_ds_mla"}
@@ -84,17 +79,3 @@ def flash_arms(
     rotated = pipeline.rotated.clone()
     yield Arm(FLASH, lambda: [attend(rotated)], truth.plain, truth.bf16(), "no RoPE, no cast")
     yield Arm(UNFUSED, pipeline, truth.fused, truth.fp8(rounded=True))
-
-
-def compiled_group(bench: Bench, s_q: int) -> Group:
-    """The fused decode beside `torch.compile` of the eager op."""
-    group = Group("compiled", f"s_q {s_q}", [], dict(bench.absent))
-    args = bench.step(f"{s_q}q1s{LENGTH}", RECORDS["fp8"]).decode_arguments()
-    truth = attention_truth(args)
-    for ours, backend in bench.backends.items():
-        run = runner(backend.decode, args)  # type: ignore[attr-defined]
-        group.arms.append(Arm(f"{ours}, fp8", run, truth.fused, truth.fp8()))
-        group.bars.append(Bar(f"{ours}, fp8", COMPILED))
-    compiled: Any = torch.compile(TorchBackend().decode, dynamic=False)
-    group.arms.append(Arm(COMPILED, runner(compiled, args), truth.fused, truth.fp8()))
-    return group

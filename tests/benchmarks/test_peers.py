@@ -16,6 +16,7 @@ from benchmarks.peers import flash
 from benchmarks.peers.__main__ import PARTS, listing, plan
 from benchmarks.peers.arms import Arm, Bar, Group, checked, measure
 from benchmarks.peers.attention import decode_group, flash_arms
+from benchmarks.peers.compiled import eager_decode
 from benchmarks.peers.einsum import BMM, DEEP_GEMM, einsum_group
 from benchmarks.peers.flash import PrefillAttention, Unfused, UnfusedBackend, unfused
 from benchmarks.peers.judge import Truth, attention_truth, first
@@ -23,7 +24,7 @@ from benchmarks.peers.kernels import cast_output, rope_queries
 from benchmarks.peers.layer_step import leave_queries_natural
 from benchmarks.peers.records import encode_v4, representable, to_v4
 from benchmarks.peers.report import Report
-from benchmarks.peers.steps import Bench, Step
+from benchmarks.peers.steps import Bench, Step, own_output
 from megabench.backends import TorchBackend
 from megabench.bench.sampling import Policy
 from megabench.cases import Case
@@ -146,6 +147,16 @@ def test_every_decode_arm_agrees_with_golden_attention(bench: Bench) -> None:
     group = decode_group(bench, 1)
     assert len(group.arms) == 4
     assert [checked(arm) for arm in group.arms] == [None] * 4
+
+
+def test_what_torch_compiles_is_the_eager_op(bench: Bench) -> None:
+    args = own_output(bench.step("2q1s700", "fp8_ds_mla").decode_arguments())
+    args.indices[1, 100:] = -1
+    args.topk_length[0] = 70
+    codes, scales = (t.clone() for t in eager_decode(args))
+    want = bench.eager.decode(args)
+    assert torch.equal(codes.view(torch.uint8), want[0].view(torch.uint8))
+    assert torch.equal(scales, want[1])
 
 
 @pytest.mark.usefixtures("vendor")
