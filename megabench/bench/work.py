@@ -35,6 +35,8 @@ class Work:
     """Of `flops`, those whose two operands are e4m3: the fp8 matmul rate bounds them."""
     bytes_compulsory: int = 0
     bytes_issued: int = 0
+    bytes_written: int = 0
+    """Of `bytes_compulsory`: a cache may still hold them when the op has ended."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Rows:
     """int64 [n]"""
     internal: bool = False
     """A pool that lives inside the step (the prefill workspace)."""
+    written: bool = False
 
     @property
     def issued(self) -> int:
@@ -66,6 +69,10 @@ class Traffic:
     """Distinct bytes that pass between ops of the step."""
     repeated: int = 0
     """Bytes beyond the distinct ones that the op asks for, rows apart."""
+    external_out: int = 0
+    """Of `external`, those written."""
+    internal_out: int = 0
+    """Of `internal`, those written."""
     rows: tuple[Rows, ...] = ()
 
 
@@ -81,24 +88,26 @@ def traffic_of(call: OpCall, *, live_heads: int | None = None, output: bool = Fa
 
 def op_work(traffic: list[Traffic]) -> Work:
     """The work of calls timed together as one op."""
-    return _sum(traffic, _distinct([r for t in traffic for r in t.rows]), inside=True)
+    return _sum(traffic, [r for t in traffic for r in t.rows], inside=True)
 
 
 def step_work(traffic: list[Traffic]) -> Work:
     """The work of a whole step: see the module's text for what is compulsory in it."""
     rows = [r for t in traffic for r in t.rows if not r.internal]
-    return _sum(traffic, _distinct(rows), inside=False)
+    return _sum(traffic, rows, inside=False)
 
 
-def _sum(traffic: list[Traffic], distinct_rows: int, *, inside: bool) -> Work:
+def _sum(traffic: list[Traffic], rows: list[Rows], *, inside: bool) -> Work:
     external = sum(t.external for t in traffic)
     internal = sum(t.internal for t in traffic)
     issued = sum(r.issued for t in traffic for r in t.rows) + sum(t.repeated for t in traffic)
     return Work(
         flops=sum(t.flops for t in traffic),
         flops_fp8=sum(t.flops_fp8 for t in traffic),
-        bytes_compulsory=external + (internal if inside else 0) + distinct_rows,
+        bytes_compulsory=external + (internal if inside else 0) + _distinct(rows),
         bytes_issued=external + internal + issued,
+        bytes_written=sum(t.external_out + (t.internal_out if inside else 0) for t in traffic)
+        + _distinct([r for r in rows if r.written]),
     )
 
 
@@ -132,13 +141,26 @@ def _linear(a: Mapping[str, Any], output: bool) -> Traffic:
     result = tokens * n * BF16
     flops = 2 * tokens * n * k
     passed, outside = (_nbytes(x), result) if output else (result, _nbytes(x))
-    return Traffic(flops, flops, external=_nbytes(w, sw) + outside, internal=passed)
+    return Traffic(
+        flops,
+        flops,
+        external=_nbytes(w, sw) + outside,
+        internal=passed,
+        external_out=result if output else 0,
+        internal_out=0 if output else result,
+    )
 
 
 def _einsum(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
     (x, sx), (w, sw), out = a["x"], a["w"], a["out"]
     flops = 2 * out.numel() * x.shape[-1]
-    return Traffic(flops, flops, external=_nbytes(w, sw), internal=_nbytes(x, sx, out))
+    return Traffic(
+        flops,
+        flops,
+        external=_nbytes(w, sw),
+        internal=_nbytes(x, sx, out),
+        internal_out=_nbytes(out),
+    )
 
 
 def _pad_and_insert(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
@@ -149,6 +171,7 @@ def _pad_and_insert(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
     return Traffic(
         external=_nbytes(a["kv"], slots, a["positions"]) + rope,
         internal=tokens * moved_heads * HEAD_DIM * BF16,
+        internal_out=tokens * (padded if moved_heads else 0) * HEAD_DIM * BF16,
         repeated=repeated,
         rows=(_written(a["swa_cache"], slots),),
     )
@@ -167,7 +190,8 @@ def _insert_compressed(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
 
 
 def _written(cache: torch.Tensor, slots: torch.Tensor) -> Rows:
-    return Rows(cache.data_ptr(), cache.shape[-1], slots[slots >= 0].to(torch.int64))
+    kept = slots[slots >= 0].to(torch.int64)
+    return Rows(cache.data_ptr(), cache.shape[-1], kept, written=True)
 
 
 def _gather(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
@@ -184,6 +208,7 @@ def _gather(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
     return Traffic(
         external=4 * blocks + _nbytes(a["seq_lens"], a["gather_lens"]),
         internal=rows.numel() * HEAD_DIM * BF16,
+        internal_out=rows.numel() * HEAD_DIM * BF16,
         rows=(Rows(cache.data_ptr(), cache.shape[-1], rows),),
     )
 
@@ -198,6 +223,7 @@ def _global_topk(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
     return Traffic(
         external=_nbytes(topk, valid[:tokens]) + 4 * tokens + 4 * blocks,
         internal=_nbytes(topk) + 4 * tokens,
+        internal_out=_nbytes(topk) + 4 * tokens,
         repeated=4 * (int(named.sum()) - blocks),
     )
 
@@ -207,7 +233,8 @@ def _combine(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
     tokens = topk.shape[0]
     width = a["out"][0].shape[1] if a["out"] else a["topk"] + a["window_size"]
     lists = _nbytes(a["query_start_loc"], a["seq_lens"], a["gather_lens"])
-    return Traffic(external=_nbytes(topk) + lists, internal=4 * tokens * (width + 1))
+    made = 4 * tokens * (width + 1)
+    return Traffic(external=_nbytes(topk) + lists, internal=made, internal_out=made)
 
 
 def _decode(a: Mapping[str, Any], live_heads: int | None) -> Traffic:
@@ -233,12 +260,13 @@ def _attention(
     heads = padded if live_heads is None else min(live_heads, padded)
     live_rows = sum(r.slots.numel() for r in rows)
     rope, repeated = _rope_bytes(a["token_positions"])
-    # A head of one token: Q in, codes, scales and lse out.
-    per_head = HEAD_DIM * BF16 + HEAD_DIM + HEAD_DIM // QUANT_GROUP + 4
+    out_per_head = HEAD_DIM + HEAD_DIM // QUANT_GROUP + 4  # codes, scales and lse of a token
+    per_head = HEAD_DIM * BF16 + out_per_head
     return Traffic(
         flops=4 * heads * HEAD_DIM * live_rows,
         external=4 * heads + _nbytes(a["token_positions"]) + rope,
         internal=tokens * heads * per_head + 4 * live_rows + lens,
+        internal_out=tokens * heads * out_per_head,
         repeated=repeated + tokens * (padded - heads) * per_head,
         rows=rows,
     )

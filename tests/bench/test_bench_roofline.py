@@ -71,6 +71,19 @@ def test_a_warm_op_inside_the_l2_has_no_datasheet_memory_floor() -> None:
     assert place(work, 1.0, "warm", ceilings(), 10 * MIB).problem is not None
 
 
+def test_what_the_l2_may_hold_is_not_held_against_a_time() -> None:
+    """Of 50 MB, 40 MB through a memory of 5 TB/s take 8 us."""
+    written = Work(1, 0, 5 * 10**7, bytes_written=10**7)
+    read = Work(1, 0, 5 * 10**7)
+    assert place(written, 8.1, "cold", ceilings(), 50 * MIB).problem is None
+    assert place(written, 7.9, "cold", ceilings(), 50 * MIB).problem is not None
+    assert place(written, 9.1, "cold", ceilings(), 5 * 10**6).problem is None
+    assert place(written, 8.9, "cold", ceilings(), 5 * 10**6).problem is not None
+    assert place(read, 8.1, "warm", ceilings(), 10**7).problem is None
+    assert place(read, 7.9, "warm", ceilings(), 10**7).problem is not None
+    assert place(written, 8.1, "cold", ceilings(), 50 * MIB).datasheet_floor_us == 10.0
+
+
 def test_an_op_without_work_lies_nowhere() -> None:
     placed = place(Work(), 5.0, "cpu", ceilings(datasheet=False), None)
     assert placed.bound == "none"

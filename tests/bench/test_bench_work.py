@@ -120,6 +120,7 @@ def test_a_linear_counts_its_weight_once_and_both_operands_as_fp8() -> None:
     got = work(OpCall("linear", (x, w, sw), {}))
     assert got.flops == got.flops_fp8 == 2 * 3 * 64 * 32
     assert got.bytes_compulsory == got.bytes_issued == 3 * 64 * 2 + 32 * 64 + 64 + 3 * 32 * 2
+    assert got.bytes_written == 3 * 32 * 2
 
 
 def test_a_gather_reads_each_request_to_its_length_through_its_table() -> None:
@@ -132,6 +133,7 @@ def test_a_gather_reads_each_request_to_its_length_through_its_table() -> None:
     got = work(call)
     # Rows 4..8 of the first lie in pages 1 and 2, rows 0..2 of the second in page 0.
     assert got.bytes_compulsory == 8 * 528 + 8 * 1024 + 3 * 4 + 16
+    assert got.bytes_written == 8 * 1024
     assert got.flops == 0
 
 
@@ -147,6 +149,7 @@ def test_an_insert_counts_written_rows_only() -> None:
     q_bytes = 3 * (8 + 64) * 1024
     assert got.bytes_compulsory == 2 * 528 + 3 * 1024 + 3 * 16 + 2 * 256 + q_bytes
     assert got.bytes_issued == got.bytes_compulsory + 256
+    assert got.bytes_written == 2 * 528 + 3 * 64 * 1024
 
 
 def test_q_that_needs_no_padding_need_not_move() -> None:
@@ -173,12 +176,13 @@ def test_only_rows_that_close_are_compressed_inserts() -> None:
 
 def test_what_passes_between_ops_is_not_compulsory_for_the_step() -> None:
     parts = [
-        Traffic(flops=10, external=100, internal=7),
-        Traffic(flops=20, external=50, internal=7, repeated=3),
+        Traffic(flops=10, external=100, internal=7, internal_out=7),
+        Traffic(flops=20, external=50, internal=7, repeated=3, external_out=40),
     ]
     step = step_work(parts)
     assert (step.flops, step.bytes_compulsory, step.bytes_issued) == (30, 150, 167)
     assert op_work(parts[:1]).bytes_compulsory == 107
+    assert (step.bytes_written, op_work(parts).bytes_written) == (40, 47)
 
 
 def test_a_row_written_and_read_in_one_step_counts_once() -> None:
