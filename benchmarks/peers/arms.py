@@ -18,7 +18,7 @@ from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, 
 from megabench.bench.timers import Run, Timer, cpu_timer, graph_timer
 
 FLUSH_BYTES = 256 << 20
-POLICY = Policy(min_samples=40, max_samples=60, block=4, timeout=0.6)
+POLICY = Policy(min_samples=60, max_samples=100, block=4, timeout=0.6)
 
 
 class Judge(Protocol):
@@ -93,9 +93,12 @@ class Ratio:
 
     @property
     def verdict(self) -> str:
+        """met, MISSED, or undecided: the bar lies between the interval's low end and the median."""
         if self.bar is None:
             return ""
-        return "met" if self.ratio <= self.bar else "MISSED"
+        if self.ratio <= self.bar:
+            return "met"
+        return "undecided" if self.low <= self.bar else "MISSED"
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": "ratio", **asdict(self), "verdict": self.verdict}

@@ -21,8 +21,7 @@ METHOD = (
     "checked against float64 before and after it was timed"
 )
 Lines = list[list[str]]
-ARM_HEAD = ["part", "size", "arm", "µs", "95 %", "note"]
-RATIO_HEAD = ["part", "size", "ours", "beside", "ratio", "95 %", "bar", "verdict"]
+BAD = ("WRONG", "FAILED", "MISSED")
 
 
 class Report:
@@ -67,42 +66,53 @@ class Report:
             f"{where['cuda']}, {packages}; FlashMLA {self.header['flash_mla']}; DeepGEMM "
             f"{self.header['deep_gemm']}.",
             f"Method: {METHOD}.",
-            _table(ARM_HEAD, [_arm_line(row) for row in self.rows]),
-            _table(RATIO_HEAD, [_ratio_line(ratio) for ratio in self.ratios]),
+            *(_markdown(table) for table in self.tables()),
+            *(f"- {row.part} {row.size}, {row.arm}: {row.note}" for row in self.rows if row.note),
         ]
         return "\n\n".join(text) + "\n"
 
     def show(self, console: Console) -> None:
-        """Both tables on a terminal."""
-        arms = (ARM_HEAD, [_arm_line(row) for row in self.rows])
-        for head, lines in (arms, (RATIO_HEAD, [_ratio_line(r) for r in self.ratios])):
+        """The tables on a terminal."""
+        for head, *lines in self.tables():
             table = Table(*head)
             for line in lines:
-                bad = any(word in line for word in ("WRONG", "FAILED", "MISSED"))
+                bad = any(word in cell for cell in line for word in BAD)
                 table.add_row(*line, style="red" if bad else None)
             console.print(table)
+
+    def tables(self) -> list[Lines]:
+        """For each part its times by arm and size, then its ratios by pair and size."""
+        made = []
+        for part in dict.fromkeys(row.part for row in self.rows):
+            times = {(r.arm, r.size): _time_cell(r) for r in self.rows if r.part == part}
+            ratios = {
+                (f"{r.ours} / {r.peer}", r.size): _ratio_cell(r)
+                for r in self.ratios
+                if r.part == part
+            }
+            made += [_pivot(f"{part}, µs", times), _pivot(f"{part}, ratio", ratios)]
+        return [table for table in made if len(table) > 1]
 
     def _write(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
 
-def _arm_line(row: Row) -> list[str]:
-    if row.median_us is None:
-        return [row.part, row.size, row.arm, row.status, "", row.note]
-    interval = f"{row.low_us:.1f}-{row.high_us:.1f}"
-    return [row.part, row.size, row.arm, f"{row.median_us:.1f}", interval, row.note]
+def _pivot(title: str, cells: dict[tuple[str, str], str]) -> Lines:
+    """A line of sizes, then a line an arm or pair; empty where it has no cell."""
+    names, sizes = (list(dict.fromkeys(key[i] for key in cells)) for i in (0, 1))
+    return [[title, *sizes], *([n, *(cells.get((n, size), "") for size in sizes)] for n in names)]
 
 
-def _ratio_line(ratio: Ratio) -> list[str]:
-    bar = "" if ratio.bar is None else f"{ratio.bar:g}"
-    interval = f"{ratio.low:.3f}-{ratio.high:.3f}"
-    numbers = [f"{ratio.ratio:.3f}", interval, bar, ratio.verdict]
-    return [ratio.part, ratio.size, ratio.ours, ratio.peer, *numbers]
+def _time_cell(row: Row) -> str:
+    return row.status if row.median_us is None else f"{row.median_us:.1f}"
 
 
-def _table(head: list[str], lines: Lines) -> str:
-    rows = [head, ["---"] * len(head), *lines]
-    return "\n".join(
-        "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |" for row in rows
-    )
+def _ratio_cell(ratio: Ratio) -> str:
+    text = f"{ratio.ratio:.3f} ({ratio.low:.3f}-{ratio.high:.3f})"
+    return text if ratio.bar is None else f"{text}, bar {ratio.bar:g}: {ratio.verdict}"
+
+
+def _markdown(table: Lines) -> str:
+    lines = [table[0], ["---"] * len(table[0]), *table[1:]]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
@@ -14,7 +15,7 @@ import torch
 
 from benchmarks.peers import flash
 from benchmarks.peers.__main__ import PARTS, listing, plan
-from benchmarks.peers.arms import Arm, Bar, Group, checked, measure
+from benchmarks.peers.arms import Arm, Bar, Group, Ratio, checked, measure
 from benchmarks.peers.attention import decode_group, flash_arms
 from benchmarks.peers.compiled import eager_decode
 from benchmarks.peers.einsum import BMM, DEEP_GEMM, einsum_group
@@ -279,5 +280,15 @@ def test_a_report_has_machine_date_and_every_row(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines] == ["run", "arm", "arm", "arm", "ratio"]
     assert lines[0]["environment"]["packages"]["torch"]
     assert lines[0]["date"] in page
-    assert "| decode | s_q 1 | peer | not installed |  | not here |" in page
-    assert "| 9 | met |" in page
+    assert "| decode, µs | s_q 1 |" in page
+    assert "| peer | not installed |" in page
+    assert "- decode s_q 1, peer: not here" in page
+    assert re.search(r"\| right / other \| [\d.]+ \([\d.]+-[\d.]+\), bar 9: met \|", page)
+
+
+def test_a_bar_inside_the_interval_is_neither_met_nor_missed() -> None:
+    verdicts = [
+        Ratio("decode", "s_q 1", "ours", "peer", ratio, 0.97, 1.05, bar).verdict
+        for ratio, bar in ((1.02, 1.02), (1.02, 1.0), (1.02, 0.9), (1.02, None))
+    ]
+    assert verdicts == ["met", "undecided", "MISSED", ""]
