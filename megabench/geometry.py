@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,13 @@ def cos_sin_cache(geometry: Geometry, positions: int, compressed: bool) -> torch
     The angle is float32(position) * inv_freq in float32, as engines compute it (0.04 rad off at
     one million); its cosine and sine are taken in float64 and rounded once.
     """
+    return _cos_sin_table(geometry, positions, compressed).clone()
+
+
+@lru_cache(maxsize=2)
+def _cos_sin_table(geometry: Geometry, positions: int, compressed: bool) -> torch.Tensor:
+    """The last tables, since a case makes a dozen layers and the cosines take longer than a step;
+    for copying, lest one caller's writes reach another."""
     frequencies = _inverse_frequencies(geometry, compressed)
     angle = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     exact = angle.to(torch.float64)
