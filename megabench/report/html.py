@@ -47,6 +47,7 @@ def render(run: Run, gate: GateView | None = None, processes: int = 1) -> str:
             backends=sorted({case.backend for case in run.cases}),
             statuses=sorted({case.status for case in run.cases}),
             measured=not measurements.empty,
+            datasheet=bool(measurements["datasheet_fraction"].notna().any()),
             validated=any(case.stages for case in run.cases),
             telemetry=_telemetry(run),
         )

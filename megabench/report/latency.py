@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
 from importlib import resources
 from typing import Any
 
@@ -20,6 +19,8 @@ from megabench.results.names import STEP
 PUBLISHED_FILE = "published.json"
 MAX_SERIES = 8
 ATTENTION = "decode_attention"
+Styles = dict[tuple[Any, ...], tuple[str, str, str]]
+"""Series key to colour, marker and label."""
 _SERIES = ["backend", "compress_ratio", "kv_cache", "tp", "kind"]
 
 
@@ -38,6 +39,7 @@ def latency(measurements: pd.DataFrame, device_name: str = "") -> Figured | None
         for axis, op in zip(axes, panels, strict=True):
             _latency_panel(axis, data[data["op"] == op], styles)
             finish(axis, titles[op], "query tokens of the step (s_q)", "median time")
+        _kinds(axes[0], styles)
         sources = _published(axes[-1], device_name) if panels[-1] == ATTENTION else []
         handles, labels = legend(axes)
         figure.legend(handles, labels, loc="outside lower center", ncols=2)
@@ -49,6 +51,13 @@ def latency(measurements: pd.DataFrame, device_name: str = "") -> Figured | None
     for source in sources:
         caption += f" Dashed, from elsewhere and not measured in this run: {source}."
     return Figured(svg, "Latency against s_q", caption)
+
+
+def _kinds(axis: Axes, styles: Styles) -> None:
+    """Legend entries for the markers, where the series' own do not name their kind."""
+    markers = {str(key[4]): style[1] for key, style in styles.items() if key[4] not in style[2]}
+    for kind, marker in markers.items():
+        axis.plot([], [], marker, color=MUTED, markersize=5, label=kind)
 
 
 def _published(axis: Axes, device_name: str) -> list[str]:
@@ -68,7 +77,7 @@ def _published(axis: Axes, device_name: str) -> list[str]:
     return [series["source"] for series in found]
 
 
-def _series_styles(data: pd.DataFrame) -> dict[Hashable, tuple[str, str, str]]:
+def _series_styles(data: pd.DataFrame) -> Styles:
     """Series key to (colour, marker, label); one colour a backend when series are many."""
     keys = list(dict.fromkeys(map(tuple, data[_SERIES].itertuples(index=False))))
     names = [_series_name(key) for key in keys]
@@ -87,9 +96,7 @@ def _series_name(key: tuple[Any, ...]) -> str:
     return f"{backend} · r{ratio} {short_cache(cache)} TP{tp} · {kind}"
 
 
-def _latency_panel(
-    axis: Axes, data: pd.DataFrame, styles: dict[Hashable, tuple[str, str, str]]
-) -> None:
+def _latency_panel(axis: Axes, data: pd.DataFrame, styles: Styles) -> None:
     for key, group in data.groupby(_SERIES, dropna=False, sort=False):
         colour, marker, label = styles[key]
         group = group.sort_values(["tokens", "median_us"])
@@ -130,4 +137,4 @@ def _time_axis(axis: Axes, low: float, high: float) -> None:
 
 def _tick(value: float) -> str:
     """A round time in its unit, without the zeros of a measured one."""
-    return f"{value:g} µs" if value < 1e4 else f"{value / 1e3:g} ms"
+    return f"{value:g} µs" if value < 1e3 else f"{value / 1e3:g} ms"

@@ -28,6 +28,8 @@ PALETTE = (
     "#7f7f7f",
 )
 """Okabe-Ito; its yellow darkened and its black greyed, to be seen on white and on black."""
+LEAST_SCALE = 0.8
+"""Of a figure's natural width: below it labels are too small, and the figure scrolls instead."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK, GRID, MUTED = "#010203", "#040506", "#070809"
 """Stand for the page's text, grid and secondary text colours."""
@@ -78,8 +80,8 @@ def styled(name: str) -> Iterator[None]:
 
 
 def to_svg(figure: Figure, name: str) -> str:
-    """The figure as an inline `<svg>`: at most its natural width, no date, page colours, and ids
-    that start with `name`, since a page holds several figures."""
+    """The figure as an inline `<svg>`: at most its natural width and never too small to read, no
+    date, page colours, and ids that start with `name`, since a page holds several figures."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
     text = buffer.getvalue()
@@ -88,7 +90,7 @@ def to_svg(figure: Figure, name: str) -> str:
     points = re.search(r'<svg[^>]*? width="([\d.]+)pt"', text)
     width = float(points.group(1)) * 4 / 3 if points else 800.0
     text = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", text, count=1)
-    sized = f'style="max-width: {width:.0f}px"'
+    sized = f'style="max-width: {width:.0f}px; min-width: {LEAST_SCALE * width:.0f}px"'
     text = re.sub(r'(<svg[^>]*?) width="[^"]*"', rf"\1 {sized}", text, count=1)
     for colour, variable in _VARIABLES.items():
         text = text.replace(colour, variable)

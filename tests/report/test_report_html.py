@@ -232,3 +232,22 @@ def test_a_validate_run_exports_its_cases(tmp_path: Path) -> None:
 def test_a_folder_without_a_run_is_an_error_naming_it(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=re.escape(str(tmp_path))):
         build(tmp_path)
+
+
+def test_a_column_without_a_figure_in_any_row_is_left_out() -> None:
+    run = Run(Path("."), cases=[measured(1, "torch", 1.0)])
+    assert ">datasheet<" in render(run)
+    for row in run.cases[0].measurements:
+        row.datasheet_fraction = None
+    assert ">datasheet<" not in render(run)
+
+
+def test_markers_are_explained_where_series_are_too_many_to_name_them() -> None:
+    few = Run(Path("."), cases=[measured(tokens, "torch", 1.0) for tokens in (1, 2)])
+    assert ">decode</text>" not in render(few)
+    many = Run(Path("."))
+    for tp in range(1, 11):
+        row = measured(1, "torch", 1.0)
+        row.case["tp"] = tp
+        many.cases.append(row)
+    assert ">decode</text>" in render(many)
