@@ -121,11 +121,11 @@ def build_workload(case: Case, device: torch.device, poison: int = POISON) -> Wo
 
 
 def _named_rows(tokens: Tokens, topk: torch.Tensor) -> Rows:
-    """The distinct compressed rows the decodes' top-k lists name, on the CPU."""
+    """The distinct compressed rows the decodes' top-k lists name."""
     decoded = topk[: tokens.num_decode_tokens].to(torch.int64)
     owner = tokens.request[: tokens.num_decode_tokens].to(topk.device)[:, None]
     width = max((request.seq_len for request in tokens.requests), default=1)
-    keys = torch.unique((owner * width + decoded)[decoded >= 0]).cpu()
+    keys = torch.unique((owner * width + decoded)[decoded >= 0])
     return Rows(keys // width, keys % width)
 
 
@@ -139,9 +139,9 @@ class _Maker:
         stored = {name: Case.model_fields[name].default for name in _STORAGE_AXES}
         self.label = case.model_copy(update=stored).hash
         requests = case.requests
-        self.lengths = torch.tensor([r.seq_len for r in requests], dtype=torch.int64)
-        self.prefixes = torch.tensor([r.prefix_len for r in requests], dtype=torch.int64)
-        self.decodes = torch.tensor([r.is_decode for r in requests], dtype=torch.bool)
+        self.lengths = torch.tensor([r.seq_len for r in requests], device=device).long()
+        self.prefixes = torch.tensor([r.prefix_len for r in requests], device=device).long()
+        self.decodes = torch.tensor([r.is_decode for r in requests], device=device).bool()
 
     def stream(self, *labels: object) -> Stream:
         return Stream.of(self.label, *labels)

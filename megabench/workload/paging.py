@@ -24,7 +24,7 @@ RowBytes = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(frozen=True)
 class Rows:
-    """A ragged set of (request, row) pairs, int64 [n] each."""
+    """A ragged set of (request, row) pairs, int64 [n] each, on one device."""
 
     request: torch.Tensor
     row: torch.Tensor
@@ -34,16 +34,20 @@ class Rows:
         keys = torch.unique(self.request * width + self.row // page)
         return Rows(keys // width, keys % width)
 
+    def to(self, device: torch.device) -> Rows:
+        return Rows(self.request.to(device), self.row.to(device))
+
     def where(self, keep: torch.Tensor) -> Rows:
         return Rows(self.request[keep], self.row[keep])
 
 
 def ranges(starts: torch.Tensor, ends: torch.Tensor) -> Rows:
     """All rows of [starts[r], ends[r]) of every request r; empty ranges give none."""
+    device = starts.device
     counts = (ends - starts).clamp_min(0)
-    request = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    request = torch.repeat_interleave(torch.arange(len(counts), device=device), counts)
     first = torch.cumsum(counts, 0) - counts
-    row = torch.arange(int(counts.sum())) - first[request] + starts[request]
+    row = torch.arange(len(request), device=device) - first[request] + starts[request]
     return Rows(request, row)
 
 
@@ -56,7 +60,7 @@ class Pool:
     """One paged cache and the block table of a step's requests.
 
     cache: uint8 [blocks, page, record bytes], page stride (page + padding) * record bytes.
-    table: int32 [requests, pages], on the CPU.
+    table: int32 [requests, pages]; where it lies, slots are computed.
     """
 
     cache: torch.Tensor
@@ -66,7 +70,7 @@ class Pool:
     layout: PageLayout
 
     def slots(self, rows: Rows) -> torch.Tensor:
-        """int64 [n] slot ids, block * page + offset, on the CPU."""
+        """int64 [n] slot ids, block * page + offset, of rows on the table's device."""
         block = self.table[rows.request, rows.row // self.page].to(torch.int64)
         return block * self.page + rows.row % self.page
 
@@ -108,8 +112,8 @@ def build_pool(
     """
     blocks = 1 + len(owned.row) + _SPARE_PAGES
     physical = 1 + permutation(stream, blocks - 1)[: len(owned.row)]
-    table = torch.zeros((requests, width), dtype=torch.int32)
-    table[owned.request, owned.row] = physical.to(torch.int32)
+    table = torch.zeros((requests, width), dtype=torch.int32, device=device)
+    table[owned.request, owned.row] = physical.to(device, torch.int32)
     stride = (page + padding) * record.nbytes
     storage = torch.full((blocks * stride,), poison, dtype=torch.uint8, device=device)
     cache = storage.as_strided((blocks, page, record.nbytes), (stride, record.nbytes, 1))

@@ -129,7 +129,7 @@ def swa_metadata(
     seq_lens = [request.seq_len for request in prefills]
     gather_lens = [r.query_len + min(r.prefix_len, window - 1) for r in prefills]
     indices, lens = _decode_windows(tokens, pool, window, decoded)
-    slots = torch.where(tokens.valid, _slots(pool, tokens.rows(), tokens.valid), -1)
+    slots = _slots(pool, tokens.rows(), tokens.valid)
 
     def moved(values: list[int]) -> torch.Tensor | None:
         return torch.tensor(values, dtype=torch.int32, device=device) if values else None
@@ -160,8 +160,10 @@ def swa_metadata(
 
 def _slots(pool: Pool, rows: Rows, keep: torch.Tensor) -> torch.Tensor:
     """Slots of rows, -1 where not kept (whose rows may name no request)."""
-    slots = torch.full((len(rows.row),), -1, dtype=torch.int64)
-    slots[keep] = pool.slots(rows.where(keep))
+    device = pool.table.device
+    keep = keep.to(device)
+    slots = torch.full((len(rows.row),), -1, dtype=torch.int64, device=device)
+    slots[keep] = pool.slots(rows.to(device).where(keep))
     return slots
 
 
@@ -169,11 +171,15 @@ def _decode_windows(
     tokens: Tokens, pool: Pool, window: int, decoded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int32 [decoded, window] slots of [max(0, pos - window + 1), pos], then -1; int32 lengths."""
-    position, valid = tokens.position[:decoded], tokens.valid[:decoded]
+    device = pool.table.device
+    position, valid, request = (
+        part[:decoded].to(device) for part in (tokens.position, tokens.valid, tokens.request)
+    )
+    column = torch.arange(window, device=device)
     lens = torch.where(valid, (position + 1).clamp_max(window), 0)
-    row = (position + 1 - lens)[:, None] + torch.arange(window)
-    inside = torch.arange(window) < lens[:, None]
-    owner = tokens.request[:decoded, None].expand_as(row)
+    row = (position + 1 - lens)[:, None] + column
+    inside = column < lens[:, None]
+    owner = request[:, None].expand_as(row)
     slots = _slots(pool, Rows(owner.flatten(), row.flatten()), inside.flatten())
     return slots.view(row.shape).to(torch.int32), lens.to(torch.int32)
 
