@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from megabench.bench.timers import Sample
+from megabench.bench.timers import Sample, spin
 from megabench.results import CrossCheck
 
 SPANS = 10
@@ -79,10 +79,12 @@ class CuptiTracer:
             return [self._one(sample) for sample in samples]
 
     def _one(self, sample: Sample) -> list[Activity]:
+        """As an event pair times it: a spin kernel keeps the host ahead. Its record is the first."""
         sample.before()
         self._drain()
+        spin()
         sample.launch()
-        return self._drain()
+        return sorted(self._drain(), key=lambda record: record.start_ns)[1:]
 
     def _drain(self) -> list[Activity]:
         """The device idle and all records in hand -> those since the last call."""

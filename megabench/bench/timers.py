@@ -241,9 +241,14 @@ def event_pair_us() -> float:
     return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
 
 
+def spin() -> None:
+    """Keep the device busy while the host enqueues what follows."""
+    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+
+
 def _timed(launch: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
     start, end = _event(), _event()
-    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
+    spin()
     start.record()
     launch()
     end.record()
