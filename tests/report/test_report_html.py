@@ -248,6 +248,6 @@ def test_markers_are_explained_where_series_are_too_many_to_name_them() -> None:
     many = Run(Path("."))
     for tp in range(1, 11):
         row = measured(1, "torch", 1.0)
-        row.case["tp"] = tp
+        row.case["tp"], row.case_id = tp, f"r1-nvfp4-tp{tp}-1q1s4k"
         many.cases.append(row)
     assert ">decode</text>" in render(many)
