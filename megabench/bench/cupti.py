@@ -79,7 +79,7 @@ class CuptiTracer:
             return [self._one(sample) for sample in samples]
 
     def _one(self, sample: Sample) -> list[Activity]:
-        """As an event pair times it: a spin kernel keeps the host ahead. Its record is the first."""
+        """As an event pair times it, behind a spin kernel, whose record is the first."""
         sample.before()
         self._drain()
         spin()
