@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "holed_lists",
     ),
     "projection": ("wo_a_einsum", "wo_b_linear", "layer_output", "tp_sum"),
-    "guards": ("canaries", "inputs_unchanged", "repeatable"),
+    "guards": ("canaries", "inputs_unchanged", "repeatable", "replay", "batch_invariance"),
 }
 """Names of the stages of each group, in the order of a step."""
 _CATCH_ALL = "guards"

@@ -83,7 +83,7 @@ class Kernel:
 
     def paged(self, cache: Tensor, slots: Tensor, length: Tensor) -> Pair:
         valid = self.named(slots, length)
-        return self.read(cache, slots.long().clamp(min=0)), valid
+        return self.read(cache, torch.where(valid, slots.long(), 0)), valid
 
     def read(self, cache: Tensor, slots: Tensor) -> Tensor:
         """Dequantized rows float32 [..., 512] of slots."""

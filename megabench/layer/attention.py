@@ -80,6 +80,11 @@ class DeepseekV4MegaAttnAttention(PrefillPath, DecodePath):
     def _alloc_attn_out(self, num_tokens: int, hidden_states: torch.Tensor) -> QuantizedActivation:
         return alloc_mega_attn_output(num_tokens, self.n_wv_group, hidden_states.device)
 
+    def _alloc_latent(self, num_tokens: int, device: torch.device) -> torch.Tensor:
+        """What wo_a writes: bf16 [T, groups, o_lora_rank]."""
+        shape = (num_tokens, self.n_local_groups, self.o_lora_rank)
+        return torch.empty(shape, dtype=torch.bfloat16, device=device)
+
     def _o_proj(self, attn_out: QuantizedActivation, positions: torch.Tensor) -> torch.Tensor:
         """Grouped wo_a, then wo_b, over the kernel's quantized output -> bf16 [T, hidden].
 
@@ -87,11 +92,7 @@ class DeepseekV4MegaAttnAttention(PrefillPath, DecodePath):
         is unused and nothing is repacked.
         """
         groups = self.n_local_groups
-        z = torch.empty(
-            (attn_out.data.shape[0], groups, self.o_lora_rank),
-            dtype=torch.bfloat16,
-            device=attn_out.data.device,
-        )
+        z = self._alloc_latent(attn_out.data.shape[0], attn_out.data.device)
         self.backend.fp8_einsum(
             EINSUM,
             (attn_out.data[:, :groups], attn_out.scale[:, :groups]),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from megabench.validate.judgement import Judgement, bits_of, judge_equal, judge_ratio, merge
+from megabench.validate.judgement import (
+    Judgement,
+    Mask,
+    bits_of,
+    judge_equal,
+    judge_none,
+    merge,
+)
+from megabench.validate.poison import strayed_bytes
 from megabench.validate.stages.evidence import Evidence, UnobservedError
 from megabench.validate.step import RankRun
 from megabench.validate.trace import (
@@ -26,16 +33,47 @@ from reference.records import read_record
 
 _KEPT_RESULTS = (LINEAR, PAD_AND_INSERT, GLOBAL_TOPK)
 """Ops whose results stay valid to the end of the step (a prefill's lists are reused memory)."""
+_COLUMNS = 4099
+"""Of a storage's words, for its checksum; a prime, which no layout's strides divide."""
 
 
-def canaries(run: RankRun) -> Judgement:
-    """canaries: nothing written before, after or between the rows of the output pair."""
-    found = [Judgement("canaries")]
+def canaries(run: RankRun, truth: Truth) -> Judgement:
+    """canaries: nothing written before, after or between the rows of the output pair and of wo_a's
+    result, nor in the prefill workspace beside its rows and lists; no op wrote beside its slice."""
+    fences = [("latent", latent) for latent in run.buffers.latents]
     for output in run.outputs:
-        for name, intact in zip(("data", "scale"), output.canaries(), strict=True):
-            ratio = torch.where(intact, 0.0, math.inf)
-            found.append(judge_ratio("canaries", ratio, ("byte",)).at(buffer=name))
-    return merge(found)[0]
+        fences += [("data", output.data), ("scale", output.scale)]
+    masks: list[Mask] = [(name, fence.lost) for name, fence in fences]
+    if truth.chunks:
+        masks.append(("workspace", lambda: _strayed(run, truth)))
+    for call in run.calls:
+        masks += [
+            (f"{name} beside the slice of {call.op}", lost.bool)
+            for name, lost in call.trespass.items()
+            if name in call.after
+        ]
+    return judge_none("canaries", masks)
+
+
+def _strayed(run: RankRun, truth: Truth) -> Tensor:
+    owned = list(_workspace_views(run, truth))
+    return strayed_bytes(run.layer.workspace.buffer, owned, run.buffers.poison)
+
+
+def _workspace_views(run: RankRun, truth: Truth) -> Iterator[Tensor]:
+    """The parts of the workspace that the step's chunks fill."""
+    memory = run.layer.workspace.buffer.untyped_storage().data_ptr()
+    for chunk, call in zip(truth.chunks, run.of(PREFILL), strict=False):
+        rows, lists, lens = (call.args[name] for name in ("kv", "indices", "topk_length"))
+        if any(t.untyped_storage().data_ptr() != memory for t in (rows, lists, lens)):
+            continue  # an op was given other memory, which its own stage tells
+        yield from (lists, lens)
+        M, N = chunk.chunk.M, chunk.chunk.N
+        for local in range(len(chunk.requests)):
+            closed = int(chunk.seq_lens[local]) // truth.ratio if truth.ratio else 0
+            first, gathered = local * M, int(chunk.gather_lens[local])
+            yield rows[first : first + closed]
+            yield rows[first + N : first + N + gathered]
 
 
 class Inputs:
@@ -45,23 +83,41 @@ class Inputs:
         self._kept = [(name, tensor, tensor.clone()) for name, tensor in _inputs(workload)]
 
     def unchanged(self, run: RankRun) -> Judgement:
-        """inputs_unchanged: the step's inputs, and every result once an op has given it.
+        """inputs_unchanged: the step's inputs, an op's by that op, and every result once an op has
+        given it, caches with the bytes between their pages.
 
         Inputs are put back, so that golden results start from the case's own.
         """
-        found = [Judgement("inputs_unchanged")]
-        for name, now, then in self._kept:
-            same = _same(name, now, then)
-            found.append(same)
-            if not same.ok:
-                now.copy_(then)
+        masks = [_differing(name, now, then) for name, now, then in self._kept]
         for call in run.calls:
             for name, then in call.after.items():
-                found.append(_same(f"{call.op} {name}", call.args[name], then))
+                pair = _fixed(run, name, call.args[name], then)
+                masks.append(_differing(f"{call.op} {name}", *pair))
+            masks += [
+                (f"{call.op} {name}", lost.bool)
+                for name, lost in call.trespass.items()
+                if name in call.before
+            ]
             if call.op in _KEPT_RESULTS:
                 for now, then in zip(call.returned, call.results, strict=True):
-                    found.append(_same(f"{call.op} result", now, then))
-        return merge(found)[0]
+                    masks.append(_differing(f"{call.op} result", now, then))
+        judged = judge_none("inputs_unchanged", masks)
+        if not judged.ok:
+            for _, now, then in self._kept:
+                now.copy_(then)
+        return judged
+
+
+def _differing(name: str, now: Tensor, then: Tensor) -> Mask:
+    return name, lambda: bits_of(now) != bits_of(then)
+
+
+def _fixed(run: RankRun, name: str, now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
+    """What must stay of a buffer that an op wrote: all of a cache's storage, and the live groups
+    of an output, whose others are unspecified."""
+    if name in ("out_fp8", "out_sf"):
+        return now[:, : run.groups], then[:, : run.groups]
+    return (whole(now), whole(then)) if "cache" in name else (now, then)
 
 
 def _inputs(workload: Workload) -> Iterator[tuple[str, Tensor]]:
@@ -71,20 +127,14 @@ def _inputs(workload: Workload) -> Iterator[tuple[str, Tensor]]:
                 yield name, value
 
 
-def _same(name: str, now: Tensor, then: Tensor) -> Judgement:
-    if now.shape == then.shape and torch.equal(bits_of(now), bits_of(then)):
-        return Judgement("inputs_unchanged", now.numel())
-    return judge_equal("inputs_unchanged", now.reshape(-1), then.reshape(-1), ("element",)).at(
-        tensor=name
-    )
-
-
 def fingerprint(tensor: Tensor) -> int:
     """A position-dependent checksum of the whole storage behind a tensor."""
     data = whole(tensor).view(torch.uint8)
-    words = data[: len(data) // 8 * 8].view(torch.int64)
-    weight = torch.arange(1, 2 * len(words), 2, device=data.device)
-    return int((words * weight).sum()) + int(data[len(words) * 8 :].sum())
+    count = len(data) // 8
+    rows = data[: count // _COLUMNS * _COLUMNS * 8].view(torch.int64).view(-1, _COLUMNS)
+    # Sums along both axes, so that the storage is read twice and never copied.
+    sums = [rows.sum(0), rows.sum(1), data[rows.numel() * 8 :].long()]
+    return sum(int((s * (2 * torch.arange(len(s), device=s.device) + 1)).sum()) for s in sums)
 
 
 def repeatable(first: Evidence, second: Evidence) -> Judgement:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,6 +13,8 @@ from torch import Tensor
 from megabench.results.schema import StageResult
 
 Axes = tuple[str, ...]
+Mask = tuple[str, Callable[[], Tensor]]
+"""A name, and what makes the bool tensor of elements that are wrong."""
 TOKEN_HEAD: Axes = ("token", "head")
 TOKEN_HEAD_DIM: Axes = ("token", "head", "dim")
 
@@ -33,10 +35,14 @@ class Judgement:
     """Sums over all that was checked, kept for a verdict on the whole; not reported."""
     problem: str = ""
     """Why the stage could not be judged element by element; a failure."""
+    verdict: bool = True
+    """False when the stage only reports."""
+    note: str = ""
+    """What a reader should know of how it was judged."""
 
     @property
     def ok(self) -> bool:
-        return not self.failed and not self.problem
+        return not self.verdict or not (self.failed or self.problem)
 
     def at(self, **place: Any) -> Judgement:
         """With more said about where the worst element is."""
@@ -44,13 +50,17 @@ class Judgement:
 
     def result(self) -> StageResult:
         """As a row of the run."""
+        detail: dict[str, Any] = {**self.counts}
+        detail |= {"worst_element": self.where} if self.where else {}
+        detail |= {"note": self.note} if self.note else {}
         return StageResult(
             name=self.stage,
             ok=self.ok,
             checked=self.checked,
-            worst=self.worst,
-            message="" if self.ok else self._message(),
-            detail={**self.counts, "worst_element": self.where} if self.where else {**self.counts},
+            worst=self.worst if self.verdict else None,
+            message=self._message() if self.failed or self.problem else "",
+            verdict=self.verdict,
+            detail=detail,
         )
 
     def _message(self) -> str:
@@ -80,6 +90,8 @@ def _both(a: Judgement, b: Judgement) -> Judgement:
         counts,
         _added(a.tallies, b.tallies),
         a.problem or b.problem,
+        a.verdict and b.verdict,
+        a.note or b.note,
     )
 
 
@@ -147,6 +159,25 @@ def judge_ratio(
     }
     worst = math.inf if math.isnan(worst) else worst
     return Judgement(stage, checked, failed, worst, where, counts or {})
+
+
+def judge_none(stage: str, masks: Sequence[Mask]) -> Judgement:
+    """That no element of any mask is set. A mask lives only as long as it is looked at; the device
+    is waited for once."""
+    counts, flags = [], []
+    for _, make in masks:
+        mask = make()
+        counts.append(mask.numel())
+        flags.append(mask.any())
+    found = [Judgement(stage, sum(counts))]
+    for (name, make), wrong in zip(
+        masks, torch.stack(flags).tolist() if flags else (), strict=True
+    ):
+        if wrong:
+            ratio = torch.where(make(), math.inf, 0.0)
+            axes = tuple(f"axis {i}" for i in range(ratio.dim()))
+            found.append(replace(judge_ratio(stage, ratio, axes), checked=0).at(tensor=name))
+    return merge(found)[0]
 
 
 def _number(value: Tensor) -> float | int:

@@ -14,12 +14,15 @@ from megabench.backends import BackendError
 from megabench.cases import Case
 from megabench.geometry import Geometry, topology_problem
 from megabench.results.schema import CaseResult, StageResult, Status
+from megabench.validate.batches import batch_invariance
 from megabench.validate.chain import chain_error
 from megabench.validate.guards import Inputs, canaries, repeatable
 from megabench.validate.judgement import Judgement, merge
 from megabench.validate.memory import memory_problem
+from megabench.validate.poison import POISONS, poison_tails
+from megabench.validate.replay import replay
 from megabench.validate.stages import Evidence, judge_rank, load, projection, sign_test, tp_sum
-from megabench.validate.step import POISONS, RankRun, run_step
+from megabench.validate.step import RankRun, run_step
 from megabench.validate.store import Store
 from megabench.validate.trace import EINSUM
 from megabench.validate.truth import Truth, truth_of
@@ -57,7 +60,9 @@ def validate_case(
     reason = skip_reason(case, backend_name, store)
     if reason:
         raise Skipped(reason)
-    workloads = [build_workload(case, device, poison.cache) for poison in POISONS]
+    workloads = [build_workload(case, device, poison.fills) for poison in POISONS]
+    for workload, poison in zip(workloads, POISONS, strict=True):
+        poison_tails(workload.swa_metadata, poison)
     truth = truth_of(workloads[0])
     golden = store.model(case.model).golden
     found: list[Judgement] = []
@@ -79,8 +84,8 @@ def validate_case(
 def _judge_rank(
     workloads: Sequence[Workload], truth: Truth, backend_name: str, rank: int, store: Store
 ) -> tuple[Evidence, list[Judgement]]:
-    """One rank's step: every stage. On one rank of the case, again over other poison: the live
-    bytes of both runs compared."""
+    """One rank's step: every stage. On one rank of the case, again over other poison, with changed
+    inputs, and in other batches."""
     first, second = workloads
     case = first.case
     layer = store.layer(first, backend_name, rank)
@@ -100,15 +105,18 @@ def _judge_rank(
             golden.shard(case.tp, rank, first.attn_sink),
             load.table_for(some, truth, rotation.ok),
             store.dtype,
+            sums_rounded_p=bool(getattr(backend.wrapped, "sums_rounded_p", False)),
         )
 
     evidence = evidence_of(run)
     found = [rotation, store.judge_weights(run, quantized), *judge_rank(evidence)]
-    found += [canaries(run), unchanged]
-    if rank == int(case.hash, 16) % case.tp:
+    found += [canaries(run, truth), unchanged]
+    draw = int(case.hash, 16)
+    if rank == draw % case.tp:
         bind(layer, second)
         again = run_step(layer, backend, second, rank, POISONS[1])
-        found += [canaries(again), repeatable(evidence, evidence_of(again))]
+        found += [canaries(again, truth), repeatable(evidence, evidence_of(again))]
+        found += [replay(layer, second), batch_invariance(evidence, backend, draw)]
     if store.on_rank is not None:
         store.on_rank(evidence, found)
     return evidence, found

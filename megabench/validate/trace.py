@@ -12,9 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from megabench.backends.base import Backend
+from megabench.validate.device import check_launch
+from megabench.validate.judgement import bits_of
 
 DECODE = "fused_norm_rope_attn_rope_cast_decode"
 PREFILL = "fused_norm_rope_attn_rope_cast_fwd"
@@ -35,6 +38,7 @@ class _Op:
     caches: tuple[str, ...] = ()
     """Written in place; their whole storage is copied, page padding included."""
     writes: tuple[str, ...] = ()
+    """Written, perhaps a slice of a larger storage, whose other words are watched."""
 
 
 OPS: dict[str, _Op] = {
@@ -69,6 +73,9 @@ class Call:
     """Copies of what it returned."""
     after: dict[str, Tensor] = field(default_factory=dict)
     """Copies of the buffers it wrote."""
+    trespass: dict[str, Tensor] = field(default_factory=dict)
+    """bool: what changed during the call and was not its to change: elements of the inputs in
+    `before`, words of a storage beside the slice it was to write."""
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -81,6 +88,19 @@ def snapshot(tensor: Tensor) -> Tensor:
     """A copy of a tensor with its storage, strides and offset: bytes between its elements too."""
     copied = whole(tensor).clone()
     return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def unowned_words(tensor: Tensor) -> Tensor:
+    """A copy, int32 [n], of the storage outside a tensor's elements; whole words there."""
+    flat = whole(tensor)
+    if tensor.is_contiguous():
+        end = tensor.storage_offset() + tensor.numel()
+        parts = [flat[: tensor.storage_offset()], flat[end:]]
+    else:
+        free = torch.ones_like(flat, dtype=torch.bool)
+        free.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).fill_(False)
+        parts = [flat[free]]
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.int32)
 
 
 def _copies(args: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
@@ -133,12 +153,17 @@ class TracingBackend:
             args = {key: value for key, value in bound.arguments.items() if key != "self"}
             op = OPS[name] if self.copies else _Op()
             before = _copies(args, op.reads)
+            written = [n for n in op.writes if isinstance(args[n], Tensor)]
+            beside = {n: unowned_words(args[n]) for n in written}
             result = method(*positional, **named)
+            check_launch(name, args)
+            trespass = {n: bits_of(args[n]) != bits_of(then) for n, then in before.items()}
+            trespass |= {n: unowned_words(args[n]) != then for n, then in beside.items()}
             returned = _tensors(result)
             after = _copies(args, op.writes)
             after |= {cache: snapshot(args[cache]) for cache in op.caches}
             results = tuple(t.clone() for t in returned) if self.copies else ()
-            self._calls.append(Call(name, args, before, returned, results, after))
+            self._calls.append(Call(name, args, before, returned, results, after, trespass))
             return result
 
         return call

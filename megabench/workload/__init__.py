@@ -8,6 +8,8 @@ from megabench.workload.memory import (
     pool_bytes,
     workspace_bytes,
 )
+from megabench.workload.paging import striped
+from megabench.workload.subset import subset, tokens_of
 from megabench.workload.weights import bind, build_weights, checkpoint, clone_pages, make_layer
 
 __all__ = [
@@ -23,5 +25,8 @@ __all__ = [
     "needed_bytes",
     "obstacle",
     "pool_bytes",
+    "striped",
+    "subset",
+    "tokens_of",
     "workspace_bytes",
 ]

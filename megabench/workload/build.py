@@ -76,16 +76,19 @@ class Workload:
         return metadata
 
 
-def build_workload(case: Case, device: torch.device, poison: int = POISON) -> Workload:
+def build_workload(
+    case: Case, device: torch.device, poison: int | tuple[int, ...] = POISON
+) -> Workload:
     """Make a case's tensors on `device`. Deterministic by the case's content, seed included.
 
-    `poison` fills every cache byte that no request owns, the rows this step is to write included;
-    no result may depend on it. GeometryError for an unreadable model.
+    `poison` fills every cache byte that no request owns, the rows this step is to write included,
+    several bytes record by record in turn; no result may depend on it. GeometryError for an
+    unreadable model.
     """
     geometry = Geometry.load(case.model)
     ratio = case.compress_ratio
     tokens = lay_out_tokens(case.requests, case.padding_tokens)
-    maker = _Maker(case, device, poison)
+    maker = _Maker(case, device, (poison,) if isinstance(poison, int) else poison)
     swa = maker.swa_pool(geometry.window_size)
     topk = compressed = None
     if ratio:
@@ -132,7 +135,7 @@ def _named_rows(tokens: Tokens, topk: torch.Tensor) -> Rows:
 class _Maker:
     """Draws the parts of one case, each from a stream of its own."""
 
-    def __init__(self, case: Case, device: torch.device, poison: int) -> None:
+    def __init__(self, case: Case, device: torch.device, poison: tuple[int, ...]) -> None:
         self.case, self.device, self.poison = case, device, poison
         # What only says how a step is stored or split must not change its values, so that cases
         # which differ in nothing else can be compared.

@@ -1,7 +1,7 @@
 """Page pools: pages shuffled over a poisoned pool, block tables, slots, and rows written into them.
 
 Only pages that a step may legitimately touch exist; every other block-table entry points at the
-null page 0, which, like everything that no request owns, is filled with the poison byte.
+null page 0, which, like everything that no request owns, is filled with poison bytes.
 """
 
 from __future__ import annotations
@@ -94,6 +94,14 @@ class Pool:
         return self.cache.as_strided(shape, (self.cache.stride(0), pitch, 1), start)
 
 
+def striped(count: int, fills: tuple[int, ...], width: int, device: torch.device) -> torch.Tensor:
+    """uint8 [count]: `width` bytes of each of `fills` in turn."""
+    rows = -(-count // width)
+    fill = torch.tensor(fills, dtype=torch.uint8, device=device)
+    turn = torch.arange(rows, device=device) % len(fills)
+    return fill[turn][:, None].expand(rows, width).reshape(-1)[:count]
+
+
 def build_pool(
     owned: Rows,
     requests: int,
@@ -102,19 +110,20 @@ def build_pool(
     record: KVRecord,
     layout: PageLayout,
     padding: int,
-    poison: int,
+    poison: tuple[int, ...],
     stream: Stream,
     device: torch.device,
 ) -> Pool:
     """A poisoned pool with one page for each `owned` (request, page number) pair.
 
-    `width` is the block table's; `padding` is in records after each page.
+    `width` is the block table's; `padding` is in records after each page; records take the bytes
+    of `poison` in turn.
     """
     blocks = 1 + len(owned.row) + _SPARE_PAGES
     physical = 1 + permutation(stream, blocks - 1)[: len(owned.row)]
     table = torch.zeros((requests, width), dtype=torch.int32, device=device)
     table[owned.request, owned.row] = physical.to(device, torch.int32)
     stride = (page + padding) * record.nbytes
-    storage = torch.full((blocks * stride,), poison, dtype=torch.uint8, device=device)
+    storage = striped(blocks * stride, poison, record.nbytes, device)
     cache = storage.as_strided((blocks, page, record.nbytes), (stride, record.nbytes, 1))
     return Pool(cache, table, page, record, layout)

@@ -471,7 +471,7 @@ class WrongSecondLinear:
 FAULTS.append(Fault("wo_b_is_a_token_late", "wo_b_linear", (LINEAR,), after=WrongSecondLinear()))
 
 
-@after("canaries", DECODE, batch="3q1s300")
+@after("holed_lists", DECODE, batch="3q1s300")
 def a_row_past_the_step_gets_scales(args: Args, result: Any) -> Any:
     scale = args["out_sf"]
     past = scale.as_strided((1,), (1,), scale.storage_offset() + len(scale))

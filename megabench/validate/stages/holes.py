@@ -1,4 +1,5 @@
-"""The attention ops once more, over index lists that the contract allows and no layer makes.
+"""The attention ops once more, over index lists that the contract allows and no layer makes, and
+over padded heads that are not zero.
 
 A layer's lists are dense and end in -1, so a kernel that ignores the length, takes -1 for a row, or
 starts its running maximum on a tile without a single valid row looks right on all of them.
@@ -13,20 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabench.validate.judgement import Judgement, merge
+from megabench.validate.judgement import Judgement, judge_none, merge
+from megabench.validate.poison import POISONS, CanariedOutput, fill_bytes
 from megabench.validate.stages.attention import ROUNDING, Slice, judge_slice
 from megabench.validate.stages.evidence import Evidence, UnobservedError, missing
-from megabench.validate.step import POISONS, CanariedOutput
 from megabench.validate.trace import DECODE, PAD_AND_INSERT, PREFILL, Call
 from reference.attention import attend_chunks
-from reference.layouts import heads_from_padded_q, output_meaning
+from reference.layouts import Q_CHUNK, heads_from_padded_q, output_meaning
 from reference.rows import Paged, Rows, paged_rows, workspace_rows
 
 STAGE = "holed_lists"
 _TOKENS = 4
 """Of each phase; one is enough for every pattern."""
-_TAIL = 3
+_TAIL = 5
 """Columns past the length: a length that is no multiple of a gather's width."""
+_FAR = 2
+"""Of them, that name slots outside any pool."""
+_PADDED_HEAD = 0x7F
+"""Byte of the queries of padded heads: 3.4e38, which no live head may see."""
 
 
 def holed_lists(evidence: Evidence) -> list[Judgement]:
@@ -50,14 +55,15 @@ def holed(rows: Tensor, lens: Tensor, holes: Tensor) -> tuple[Tensor, Tensor]:
     """Lists [t, n] of each token's own rows, and new lengths [t], all int32.
 
     The first three quarters name nothing (values of `holes` [h] in turn), nor does every third
-    column after them; the rest repeats the rows, past the length too. Every second token's length
-    is 0.
+    column after them; the rest repeats the rows, past the length too, and ends in slots outside any
+    pool. Every second token's length is 0.
     """
     tokens, width = rows.shape
     column = torch.arange(width, device=rows.device).expand(tokens, width)
     own = rows.gather(1, column % lens.clamp(min=1)[:, None].long())
     named = (column >= width * 3 // 4) & (column % 3 != 1) & (lens[:, None] > 0)
     lists = torch.where(named, own, holes[column % len(holes)])
+    lists[:, width - _FAR :] = torch.iinfo(torch.int32).max
     odd = torch.arange(tokens, device=rows.device) % 2 == 1
     return lists.int(), torch.where(odd, 0, width - _TAIL).int()
 
@@ -101,11 +107,15 @@ def _judge_again(
     positions = truth.tokens.position[tokens]
     if evidence.table is run.layer.cos_sin_cache:  # golden's own has only the step's positions
         positions = positions // 2
-    out = CanariedOutput.make(len(padded), run.layer.n_wv_group, padded.device, POISONS[0]).pair
+    fenced = CanariedOutput.make(len(padded), run.layer.n_wv_group, padded.device, POISONS[0])
+    out = fenced.pair
     given |= {"q": padded, "token_positions": positions.int()}
     given = {name: tensor.clone() for name, tensor in given.items()}  # an op may write its inputs
+    chunks = given["q"].view(len(padded), -1, padded.shape[1], Q_CHUNK)
+    fill_bytes(chunks[:, :, run.heads :], _PADDED_HEAD)
     given |= {"out_fp8": out.data, "out_sf": out.scale}
     results = getattr(run.layer.backend, call.op)(*{**call.args, **given}.values())
+    yield judge_none(STAGE, [("data", fenced.data.lost), ("scale", fenced.scale.lost)])
     codes, scales = output_meaning(out.data[:, : run.groups], out.scale[:, : run.groups])
     lse = results[-1][:, : run.heads]
     logits = results[2][:, : run.heads] if phase == "prefill" else None
