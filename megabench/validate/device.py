@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,10 @@ def taken_error() -> str | None:
 
 def check_launch(op: str, args: Mapping[str, Any]) -> None:
     """LaunchError when `op`, called with `args`, left an error behind on a GPU."""
-    if any(tensor.is_cuda for tensor in _tensors(args.values())):
-        problem = taken_error()
-        if problem is not None:
-            raise LaunchError(f"{op} left a CUDA error behind: {problem}")
+    problem = taken_error() if _on_a_gpu(args) else None
+    if problem is not None:
+        raise LaunchError(f"{op} left a CUDA error behind: {problem}")
 
 
-def _tensors(values: Iterable[Any]) -> Iterable[Tensor]:
-    return (value for value in values if isinstance(value, Tensor))
+def _on_a_gpu(args: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.is_cuda for value in args.values())

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from megabench.backends import TorchBackend
+from megabench.validate.device import _runtime
 
 
 @triton.jit
@@ -27,4 +28,9 @@ class EvilOnGpu(TorchBackend):
                 torch.arange(3, device=x.device)[torch.tensor([1 << 20], device=x.device)]
             case 5:
                 torch.cuda._sleep(1 << 40)
-        return super().linear(x, w, sw)
+        result = super().linear(x, w, sw)
+        if len(x) == 7:
+            runtime = _runtime()
+            assert runtime is not None
+            runtime.cudaSetDevice(9999)  # refused, and nobody asks
+        return result
