@@ -17,7 +17,7 @@ from megabench.bench.phases import PhaseClock
 from megabench.bench.recheck import Copy, observe, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
-from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, summarise
+from megabench.bench.sampling import MIN_PAIRS, Policy, Sampled, interleave, paired_ratio, summarise
 from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_readings
 from megabench.bench.timers import (
     EventTimer,
@@ -35,7 +35,8 @@ from megabench.results.schema import Column
 COLUMNS: dict[str, tuple[Column, ...]] = {"cpu": ("cpu",), "cuda": ("cold", "warm", "eager")}
 FLIP_LIMIT_US = 50_000.0
 """Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
-EAGER_SAMPLES = 20
+EAGER_SAMPLES = 24
+"""Three in each of the rounds that arms compared with each other take."""
 CLEAN_SHARE = 0.5
 """Least share of samples that telemetry must leave for a row to count."""
 
@@ -89,7 +90,9 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
         watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
         policy = bench.policy
         if column == "eager":
-            policy = replace(policy, max_samples=EAGER_SAMPLES, min_seconds=0.0)
+            policy = replace(
+                policy, max_samples=EAGER_SAMPLES, min_seconds=0.0, block=EAGER_SAMPLES // MIN_PAIRS
+            )
         sampled = interleave([w.take for w in watches], policy)
         for outcome in sampled:
             bench.clock.timed(outcome.values)

@@ -23,6 +23,7 @@ from megabench.bench.cupti import Spans
 from megabench.bench.measure import Arm, Bench, measure
 from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
 from megabench.bench.telemetry import make_probe
+from megabench.bench.timers import spend_first_session
 from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Measurement, Row, StageResult, Status
@@ -81,6 +82,7 @@ class BenchRun:
         l2 = None
         if self.device.type == "cuda":
             l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
+            spend_first_session()
         self._bench = Bench(
             device=self.device,
             ceilings=ceilings,
@@ -90,8 +92,7 @@ class BenchRun:
             spans=self.spans,
         )
         self._pool = LayerPool(self.weights or self._weights_of)
-        gc.collect()
-        gc.freeze()  # what is imported stays: no collection, ours or one amid samples, walks it
+        self._clear()
 
     def run_case(self, case: Case, backends: Sequence[str]) -> list[CaseResult]:
         """Bench one case on every backend; one row each, whatever happens."""
@@ -156,9 +157,16 @@ class BenchRun:
             named = {"suite": self.suite, "case_id": case.id}
             return [comparison.model_copy(update=named) for comparison in comparisons]
         finally:
-            gc.collect()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            with self._bench.clock.phase("setup"):
+                self._clear()
+
+    def _clear(self) -> None:
+        """Give back what a case took. What is left stays: no collection, ours or one amid samples,
+        need walk it again."""
+        gc.collect()
+        gc.freeze()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _arms(
         self, case: Case, able: Sequence[str], rows: dict[str, CaseResult]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple, Protocol
@@ -22,9 +22,11 @@ import torch
 
 Run = Callable[[], list[torch.Tensor]]
 
-SPIN_CYCLES = 150_000
+FIRST_SPIN_CYCLES = 150_000
 """About 80 us: longer than the host needs for two events and a graph launch, hiccups included."""
-OVERHEAD_PAIRS = 30
+NEXT_SPIN_CYCLES = 60_000
+"""About 30 us, what the host needs, so that it stays as far ahead as the first spin has put it."""
+OVERHEAD_PAIRS = 10
 WARM_UPS = 2
 
 
@@ -125,15 +127,12 @@ class EventTimer:
         self.sets = len(launches)
         self.counts = [0] * len(launches)
         self._launches, self._sweep, self._next = launches, sweep or _nothing, 0
+        self._pairs: list[_Pair] = []
         self.overhead_us: float | None = event_pair_us()
 
     def take(self, n: int) -> list[float]:
-        pairs = []
-        for sample in self.samples(n):
-            sample.before()
-            pairs.append(_timed(sample.launch))
-        torch.cuda.synchronize()
-        return [start.elapsed_time(end) * 1e3 for start, end in pairs]
+        self._pairs += [_Pair() for _ in range(n - len(self._pairs))]
+        return _timed(self.samples(n), self._pairs)
 
     def samples(self, n: int) -> list[Sample]:
         """The next n samples, copies in rotation, for another clock."""
@@ -210,14 +209,14 @@ def _first_cause(error: BaseException) -> str:
 
 def count_kernels(run: Run) -> int | None:
     """Kernels that one run launches, copies and fills left out; None when the profiler saw none."""
-    _spend_first_session()
+    spend_first_session()
     names = _device_work(run)
     return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
 
 
 @cache
-def _spend_first_session() -> None:
-    """The profiler's first session of a process may record nothing."""
+def spend_first_session() -> None:
+    """The profiler's first session of a process takes seconds, and may record nothing."""
     _device_work(lambda: torch.zeros(1, device="cuda"))
 
 
@@ -236,27 +235,38 @@ def _nothing() -> None:
 
 def event_pair_us() -> float:
     """An empty event pair's own time on the current device, median."""
-    pairs = [_timed(_nothing) for _ in range(OVERHEAD_PAIRS)]
+    empty = [Sample(_nothing, _nothing)] * OVERHEAD_PAIRS
+    return float(statistics.median(_timed(empty, [_Pair() for _ in empty])))
+
+
+class _Pair:
+    """Two events, to be used again and again."""
+
+    def __init__(self) -> None:
+        self.start, self.end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+
+
+def _timed(samples: Sequence[Sample], pairs: Sequence[_Pair]) -> list[float]:
+    """Microseconds of each sample, enqueued one after another and read at the end."""
+    stream, cycles = torch.cuda.current_stream(), FIRST_SPIN_CYCLES
+    used = list(zip(samples, pairs, strict=False))
+    for sample, pair in used:
+        sample.before()
+        spin(cycles)
+        pair.start.record(stream)
+        sample.launch()
+        pair.end.record(stream)
+        cycles = NEXT_SPIN_CYCLES
     torch.cuda.synchronize()
-    return float(statistics.median(start.elapsed_time(end) * 1e3 for start, end in pairs))
+    return [pair.start.elapsed_time(pair.end) * 1e3 for _, pair in used]
 
 
-def spin() -> None:
+def spin(cycles: int = FIRST_SPIN_CYCLES) -> None:
     """Keep the device busy while the host enqueues what follows."""
-    torch.cuda._sleep(SPIN_CYCLES)  # type: ignore[no-untyped-call]
-
-
-def _timed(launch: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-    start, end = _event(), _event()
-    spin()
-    start.record()
-    launch()
-    end.record()
-    return start, end
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def _clock_pair_us() -> float:

@@ -200,7 +200,7 @@ class Phases(_Model):
     validate_s: float
     """The check against the golden model."""
     setup_s: float
-    """Inputs, weights, compiling, copies to rotate, graph capture."""
+    """Inputs, weights, compiling, copies to rotate, graph capture, and giving memory back."""
     timed_s: float
     """The samples: their sum, discarded ones excluded."""
     overhead_s: float

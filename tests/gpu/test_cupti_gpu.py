@@ -54,10 +54,12 @@ def test_work_on_another_stream_is_in_the_span_and_not_in_the_event_pair() -> No
 
 
 def test_torch_s_profiler_and_the_tracer_take_turns() -> None:
+    """Its sessions give CUPTI another clock; spans are in microseconds all the same."""
     timer = graph_timer([spins(2)], "warm")
     for _ in range(2):
         assert count_kernels(spins(2)) == 2
-        assert Spans(CuptiTracer()).check(timer, 1.0).activities == 2
+        found = Spans(CuptiTracer()).check(timer, statistics.median(timer.take(20)))
+        assert (found.status, found.activities) == ("agrees", 2), found.message
 
 
 def test_replays_take_no_longer_after_tracing() -> None:
