@@ -128,7 +128,8 @@ class CrossCheck(_Model):
 
     method: str
     status: Literal["agrees", "differs", "failed"]
-    """Within 2 us or 5 % of the event pair's median, or not; or there is no figure."""
+    """Within 2 us, 5 % or 0.2 us an activity of the event pair's median less `overhead_us`, or not;
+    or there is no figure."""
     message: str = ""
     """What differs, or why there is no figure."""
     span_us: float | None = None
