@@ -77,7 +77,7 @@ def _op_arm(op: StepOp, name: str, backend: Backend, plain: bool) -> Arm:
         for _ in range(count):
             calls = clone_calls(op.calls)
             prepare_weights(calls, backend)
-            copies.append(_op_copy(calls, backend, sensitive))
+            copies.append(_op_copy(calls, backend, sensitive, op.live_heads))
         return copies
 
     return Arm(
@@ -86,7 +86,7 @@ def _op_arm(op: StepOp, name: str, backend: Backend, plain: bool) -> Arm:
         work=op.work,
         calls=len(op.calls),
         copy_bytes=sum(storages(op.calls).values()),
-        first=_op_copy(op.calls, backend, sensitive),
+        first=_op_copy(op.calls, backend, sensitive, op.live_heads),
         more=more,
         note=_note(op.calls, backend, op.note),
     )
@@ -99,9 +99,11 @@ def _note(calls: list[OpCall], backend: Backend, note: str = "") -> str:
     return "; ".join(filter(None, (note, said if attends else None)))
 
 
-def _op_copy(calls: list[OpCall], backend: Backend, sensitive: bool) -> Copy:
+def _op_copy(
+    calls: list[OpCall], backend: Backend, sensitive: bool, live_heads: int | None
+) -> Copy:
     return Copy(
-        run=run_calls(calls, backend),
+        run=run_calls(calls, backend, live_heads),
         targets=targets_of(calls),
         flippable=input_of(calls),
         sensitive=sensitive,

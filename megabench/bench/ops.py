@@ -55,6 +55,8 @@ class StepOp:
     calls: list[OpCall]
     work: Work
     note: str = ""
+    live_heads: int | None = None
+    """Heads before padding, where the step says."""
 
 
 def split_step(calls: list[OpCall]) -> list[StepOp]:
@@ -67,7 +69,7 @@ def split_step(calls: list[OpCall]) -> list[StepOp]:
     for name in OP_ORDER:
         if group := grouped.get(name):
             traffic = [traffic_of(c, live_heads=live, output=c is last) for c in group]
-            ops.append(StepOp(name, group, op_work(traffic), notes.get(name, "")))
+            ops.append(StepOp(name, group, op_work(traffic), notes.get(name, ""), live))
     return ops
 
 
@@ -165,11 +167,18 @@ def targets_of(calls: list[OpCall]) -> list[Target]:
     return targets
 
 
-def run_calls(calls: list[OpCall], backend: Any) -> Callable[[], list[torch.Tensor]]:
-    """A closure that runs `calls` in order and gives the tensors they returned."""
+def run_calls(
+    calls: list[OpCall], backend: Any, live_heads: int | None = None
+) -> Callable[[], list[torch.Tensor]]:
+    """A closure that runs `calls` in order and gives the tensors they returned; of an attention's
+    figures per head [s_q, heads] those of live heads, since it may leave the others unwritten."""
 
     def run() -> list[torch.Tensor]:
-        return [t for call in calls for t in tensors_of(call.run(backend))]
+        return [
+            tensor[:, :live_heads] if call.op in ATTENTION and tensor.dim() == 2 else tensor
+            for call in calls
+            for tensor in tensors_of(call.run(backend))
+        ]
 
     return run
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabench.bench.calls import OpCall, Recorder, clone_calls, record_step
-from megabench.bench.ops import live_heads, poison_, split_step, targets_of
+from megabench.bench.ops import live_heads, poison_, run_calls, split_step, targets_of
 
 
 class Echo:
@@ -104,3 +104,15 @@ def test_an_insert_s_target_is_the_pages_it_writes() -> None:
     assert target.pages is not None
     assert target.pages.tolist() == [1]
     assert live_heads([call]) == 8
+
+
+def test_figures_of_padded_heads_are_nobodys_and_left_out_of_what_is_compared() -> None:
+    class Attention:
+        def fused_norm_rope_attn_rope_cast_decode(self) -> list[torch.Tensor]:
+            return [torch.zeros(8, 3, 4), torch.zeros(8, 3, 1), torch.arange(192.0).view(3, 64)]
+
+    call = OpCall("fused_norm_rope_attn_rope_cast_decode", (), {})
+    data, scale, lse = run_calls([call], Attention(), 8)()
+    assert (data.shape, scale.shape) == ((8, 3, 4), (8, 3, 1))
+    assert torch.equal(lse, torch.arange(192.0).view(3, 64)[:, :8])
+    assert run_calls([call], Attention())()[2].shape == (3, 64)
