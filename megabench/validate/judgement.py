@@ -163,16 +163,17 @@ def judge_ratio(
 
 def judge_none(stage: str, masks: Sequence[Mask]) -> Judgement:
     """That no element of any mask is set. A mask lives only as long as it is looked at; the device
-    is waited for once."""
-    counts, flags = [], []
+    is waited for once; metadata that lives on the CPU beside it joins it there."""
+    counts: list[int] = []
+    flags: list[Tensor] = []
     for _, make in masks:
         mask = make()
         counts.append(mask.numel())
         flags.append(mask.any())
     found = [Judgement(stage, sum(counts))]
-    for (name, make), wrong in zip(
-        masks, torch.stack(flags).tolist() if flags else (), strict=True
-    ):
+    home = next((flag.device for flag in flags if flag.is_cuda), torch.device("cpu"))
+    together = torch.stack([flag.to(home) for flag in flags]).tolist() if flags else ()
+    for (name, make), wrong in zip(masks, together, strict=True):
         if wrong:
             ratio = torch.where(make(), math.inf, 0.0)
             axes = tuple(f"axis {i}" for i in range(ratio.dim()))
