@@ -18,6 +18,7 @@ from megabench.backends.triton.decode import decode_kernel
 from megabench.backends.triton.matmul import MatmulTile, matmul_kernel, matmul_tile
 from megabench.backends.triton.prefill import prefill_kernel
 from megabench.backends.triton.target import Target
+from megabench.formats import FP8, NVFP4
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def _decode(
     capabilities: tuple[int, ...] = ALL,
 ) -> Variant:
     def tile(capability: int) -> Tile:
-        return decode_tile(tokens, live, True, target(capability))
+        return decode_tile(tokens, live, NVFP4 if fp4 else FP8, target(capability))
 
     def constants(capability: int) -> dict[str, Any]:
         record, data = (288, 256) if fp4 else (528, 512)

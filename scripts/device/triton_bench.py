@@ -1,6 +1,7 @@
 """Time the triton backend's ops on this machine's GPU, and tile candidates where asked.
 
-    PYTHONPATH=.:tests/backends python scripts/device/triton_bench.py [--tiles] [--warm PROCESSES]
+    PYTHONPATH=.:tests/backends python scripts/device/triton_bench.py [--what decode-tiles]
+        [--warm PROCESSES]
 
 Median microseconds of a CUDA graph replay, the L2 flushed by a 256 MB write before each. --warm
 only compiles what would be timed, in many processes.
@@ -17,7 +18,9 @@ from statistics import median
 
 import torch
 
+from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.triton import attention, matmul
+from megabench.backends.triton import products as product_launches
 from megabench.backends.triton.attention import Tile
 from megabench.backends.triton.backend import TritonBackend
 from megabench.backends.triton.matmul import MatmulTile
@@ -64,7 +67,7 @@ class Timer:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3)
-        return median(times[5:])
+        return float(median(times[5:]))
 
 
 def pool(page: int, nbytes: int) -> torch.Tensor:
@@ -185,32 +188,40 @@ def row(name: str, times: Iterator[float] | list[float]) -> None:
     print(f"{name:44}" + "".join(f"{t:9.1f}" for t in times), flush=True)
 
 
-def tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
-    """Candidates beside the tiles in use."""
-    few = (1, 2, 4, 8, 16, 32, 64)
-    print("decode tile (heads, rows, warps, stages), s_q", few)
-    calls = Decode(528)
-    for tile in (
-        Tile(16, 32, 4, 1),
-        Tile(16, 64, 8, 1),
-        Tile(32, 32, 8, 1),
-        Tile(32, 64, 8, 1),
-        Tile(64, 64, 8, 1),
-        Tile(64, 128, 8, 1),
-    ):
-        attention.decode_tile = lambda tokens, live, target, tile=tile: tile
-        row(str(tile), [attempt(timer, calls.op(s, backend)) for s in few])
-    product_tiles(timer, TritonBackend())
-    print("prefill, s_q 128 1024 4096")
-    sizes = (128, 1024, 4096)
-    row("gluon", [attempt(timer, prefill_op(s, backend)) for s in sizes])
-    try:
-        from megabench.backends.triton import prefill_sm90_v2
+DECODE_TILES = (
+    Tile(16, 32, 4, 1, resident=2),
+    Tile(32, 32, 8, 1),
+    Tile(64, 64, 8, 1),
+    Tile(64, 128, 8, 1),
+)
 
-        attention.prefill_sm90 = prefill_sm90_v2
-        row("gluon v2", [attempt(timer, prefill_op(s, backend)) for s in sizes])
-    except ImportError:
-        pass
+
+def decode_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
+    """Candidates for every number of live heads, beside the sm90 kernel, which computes 64."""
+    sizes = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    chosen = attention.decode_tile
+    for nbytes in (528, 288):
+        calls = Decode(nbytes)
+        for live in (8, 16, 32, 64):
+            narrow = backend.for_live_heads(live)
+            print(f"decode, {live} live heads, extra {nbytes} B, us, s_q", sizes)
+            for tile in DECODE_TILES:
+                attention.decode_tile = lambda *_, tile=tile: tile
+                name = f"tile {tile.heads} x {tile.rows}"
+                row(name, [attempt(timer, calls.op(s, narrow)) for s in sizes])
+            attention.decode_tile = chosen
+            row("as launched", [attempt(timer, calls.op(s, narrow)) for s in sizes])
+        cuda = Sm90Backend()
+        row("sm90, 64 heads", [attempt(timer, calls.op(s, cuda)) for s in sizes])
+
+
+def prefill_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
+    """What few live heads gain in the prefill."""
+    sizes = (16, 128, 1024, 4096)
+    print("prefill, us, s_q", sizes)
+    for live in (8, 16, 32, 64):
+        narrow = backend.for_live_heads(live)
+        row(f"{live} live heads", [attempt(timer, prefill_op(s, narrow)) for s in sizes])
 
 
 def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
@@ -235,7 +246,7 @@ def product_tiles(timer: Timer | Compile, backend: TritonBackend) -> None:
             times = [attempt(timer, products.einsum(b, backend)) for b in (1, 16, 32, 64)]
             row(f"left {rows} x {columns} warps {warps} stages {stages}", times)
     products.keep(backend)
-    products.DENSE_TOKENS = 1
+    product_launches.DENSE_TOKENS = 1
     sizes = (16, 32, 64, 128, 256, 512, 1024, 4096)
     print("wo_a dense, b", sizes)
     row("dense", [attempt(timer, products.einsum(b, backend)) for b in sizes])
@@ -254,19 +265,29 @@ def ops(timer: Timer | Compile, backend: TritonBackend) -> None:
             row(f"{live} live heads, extra {nbytes} B", times)
     products = Products()
     products.keep(backend)
-    sizes = (1, 16, 64, 128, 512, 4096)
-    print("products, us, tokens", sizes)
-    row("wo_a einsum", [timer(products.einsum(b, backend)) for b in sizes])
-    row("torch.bmm bf16", [timer(products.bmm(b)) for b in sizes])
+    tokens = (1, 16, 64, 128, 512, 4096)
+    print("products, us, tokens", tokens)
+    row("wo_a einsum", [timer(products.einsum(b, backend)) for b in tokens])
+    row("torch.bmm bf16", [timer(products.bmm(b)) for b in tokens])
     for n, k in products.linear_w:
-        row(f"linear {n} x {k}", [timer(products.linear(b, n, k, backend)) for b in sizes])
+        row(f"linear {n} x {k}", [timer(products.linear(b, n, k, backend)) for b in tokens])
     times = [timer(prefill_op(s, backend)) for s in (128, 1024, 4096)]
     row("prefill 640, s_q 128 1024 4096", times)
 
 
+WHAT = {
+    "ops": ops,
+    "decode-tiles": decode_tiles,
+    "prefill-tiles": prefill_tiles,
+    "product-tiles": product_tiles,
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tiles", action="store_true", help="tile candidates, not the ops")
+    parser.add_argument(
+        "--what", default="ops", choices=tuple(WHAT), help="the ops, or candidates for their tiles"
+    )
     parser.add_argument("--warm", type=int, default=0, metavar="PROCESSES")
     parser.add_argument("--share", type=int, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
@@ -278,7 +299,7 @@ def main() -> None:
         ]
         sys.exit(max(child.wait() for child in children))
     timer = Compile(chosen.share, chosen.warm) if chosen.warm else Timer()
-    (tiles if chosen.tiles else ops)(timer, TritonBackend())
+    WHAT[chosen.what](timer, TritonBackend())
 
 
 if __name__ == "__main__":

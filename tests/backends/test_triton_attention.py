@@ -24,7 +24,8 @@ from megabench.backends.arguments import DecodeArguments
 from megabench.backends.triton import attention, prefill_sm90
 from megabench.backends.triton.attention import split_count
 from megabench.backends.triton.backend import TritonBackend
-from megabench.backends.triton.target import target_of
+from megabench.backends.triton.target import Target, target_of
+from megabench.formats import FP8, NVFP4, KVRecord
 from megabench.quant import alloc_mega_attn_output
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -176,13 +177,33 @@ def test_an_empty_extra_pool_adds_nothing() -> None:
         assert same(a, b)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "live", "record", "heads"),
+    [
+        (1, 64, FP8, 16),
+        (512, 16, FP8, 16),
+        (64, 16, NVFP4, 16),
+        (128, 16, NVFP4, 64),
+        (32, 32, FP8, 32),
+        (32, 32, NVFP4, 64),
+        (64, 32, FP8, 64),
+        (16, 64, FP8, 64),
+    ],
+)
+def test_hopper_tiles_widen_where_measurements_say_so(
+    tokens: int, live: int, record: KVRecord, heads: int
+) -> None:
+    hopper = Target(emulate=False, fp8_cvt=True, capability=90, multiprocessors=132)
+    assert attention.decode_tile(tokens, live, record, hopper).heads == heads
+
+
 @pytest.mark.parametrize("live", [8, 16, 32])
 def test_live_heads_equal_the_padded_call_and_leave_other_heads_alone(live: int) -> None:
     one = call(s_q=2)
     out = one.output()
     got = one.decode(TritonBackend().for_live_heads(live), out)
     assert decode_excess(one, got, live) <= 1
-    tile = attention.decode_tile(2, live, True, target_of(torch.device(DEVICE))).heads
+    tile = attention.decode_tile(2, live, FP8, target_of(torch.device(DEVICE))).heads
     untouched = out.data[:, max(tile, live) // 8 :].view(torch.uint8)
     assert bool((untouched == POISON).all())
 

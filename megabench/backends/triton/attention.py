@@ -19,11 +19,12 @@ from megabench.backends.triton.decode import decode_kernel
 from megabench.backends.triton.pages import Pages, pages_of
 from megabench.backends.triton.prefill import prefill_kernel
 from megabench.backends.triton.target import Target, target_of
-from megabench.formats import HEAD_DIM, NVFP4, PageLayout
+from megabench.formats import HEAD_DIM, NVFP4, KVRecord, PageLayout
 
 LOG2_E = 1.4426950408889634
-SM90_PREFILL_HEADS = 16
-"""Up to here a 16-head tile is taken, not the 64-head warp-specialized prefill."""
+SM90_PREFILL_HEADS, SM90_PREFILL_TOKENS = 16, 512
+"""With so few live heads and so many tokens a 16-head tile beats the 64-head warp-specialized
+prefill: 228 against 266 us at 1024 tokens, but 54 against 41 us at 128."""
 GLUON = find_spec("triton.experimental.gluon") is not None
 """Gluon is an experimental part of Triton, so another version may lack it."""
 
@@ -40,17 +41,23 @@ class Tile:
     """Programs of it that fit a multiprocessor."""
 
 
-def decode_tile(tokens: int, live_heads: int, extra: bool, target: Target) -> Tile:
-    """A decode tile that fits the target; the fastest measured on an H200 for SM90.
+def decode_tile(tokens: int, live_heads: int, extra: KVRecord | None, target: Target) -> Tile:
+    """A decode tile that fits the target; the fastest measured on an H200 for SM90
+    (docs/kernels.md, `scripts/device/triton_bench.py --what decode-tiles`).
 
-    Few tokens spread their heads over the device; Ampere and the 99 KB parts take a tile whose
-    accumulator fits their registers.
+    Few tokens spread their heads over the device; NVFP4 rows, which take longer to convert, are
+    shared by more heads sooner. Ampere and the 99 KB parts take a tile whose accumulator fits their
+    registers.
     """
-    if live_heads <= 16 or tokens * live_heads <= 64:
+    hopper = target.capability == 90
+    fp4 = extra is NVFP4
+    if tokens * live_heads <= 64 or (live_heads <= 16 and not (hopper and fp4 and tokens > 64)):
         return Tile(heads=16, rows=32, warps=4, stages=1, resident=2)
     if tokens <= 8 or target.capability not in (90, 100, 103):
         return Tile(heads=32, rows=32, warps=8, stages=1)
-    if target.capability == 90 and extra:
+    if hopper and live_heads <= 32 and tokens <= 32 and not fp4:
+        return Tile(heads=32, rows=32, warps=8, stages=1)
+    if hopper and extra:
         return Tile(heads=64, rows=128, warps=8, stages=1)
     return Tile(heads=64, rows=64, warps=8, stages=1)
 
@@ -93,10 +100,10 @@ def decode(
         return [out.data, out.scale, lse]
     target = target_of(q.device)
     live = live_heads or heads
-    tile = decode_tile(s_q, live, extra_kv is not None, target)
-    head_tiles = triton.cdiv(live, tile.heads)
     swa = pages_of(kv, layout)
     extra = pages_of(extra_kv, layout) if extra_kv is not None else None
+    tile = decode_tile(s_q, live, extra.record if extra else None, target)
+    head_tiles = triton.cdiv(live, tile.heads)
     # An empty pool has no slot 0 for masked rows to read.
     topk = indices.shape[1] if swa.slots else 0
     extra_topk = (
@@ -192,14 +199,15 @@ def _page_constants(prefix: str, pages: Pages) -> dict[str, int]:
     }
 
 
-def _fits_sm90(q_norm_eps: float | None, kv: torch.Tensor, live: int, target: Target) -> bool:
-    """Whether the warp-specialized prefill serves a call: it has no Q norm and copies 16 bytes."""
+def _fits_sm90(args: PrefillArguments, live: int, target: Target) -> bool:
+    """Whether the warp-specialized prefill is the one for a call: it has no Q norm and copies 16
+    bytes."""
     return (
         GLUON
         and target.capability == 90
-        and q_norm_eps is None
-        and live > SM90_PREFILL_HEADS
-        and kv.data_ptr() % 16 == 0
+        and args.q_norm_eps is None
+        and (live > SM90_PREFILL_HEADS or len(args.q) < SM90_PREFILL_TOKENS)
+        and args.kv.data_ptr() % 16 == 0
     )
 
 
@@ -220,7 +228,7 @@ def prefill(args: PrefillArguments, live_heads: int | None = None) -> list[torch
         max_logits,
         lse,
     )
-    if _fits_sm90(args.q_norm_eps, kv, live, target):
+    if _fits_sm90(args, live, target):
         _launch_prefill_sm90(args, outputs, live)
         return [out.data, out.scale, max_logits, lse]
     tile = prefill_tile(live, target)
