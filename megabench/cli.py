@@ -259,6 +259,9 @@ def main() -> None:
     try:
         code = cli.main(standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        sys.exit(EXIT_USAGE)
     except click.Abort:
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:

@@ -26,6 +26,7 @@ from megabench.results.schema import Column
 from megabench.results.store import RESULTS
 
 BASELINE_VERSION = 1
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 CORRECTNESS, KERNELS = "correctness", "kernels"
 
 
@@ -58,8 +59,8 @@ class TimeEntry(_Entry):
 
     kind: Literal["time"] = "time"
     column: Column
-    medians_us: Annotated[list[float], Field(min_length=1)]
-    clocks_mhz: list[float] = Field(default_factory=list)
+    medians_us: Annotated[list[Positive], Field(min_length=1)]
+    clocks_mhz: list[Positive] = Field(default_factory=list)
     """SM clock of each process; empty when not known."""
 
 
@@ -69,9 +70,9 @@ class PairsEntry(_Entry):
     kind: Literal["pairs"] = "pairs"
     column: Column
     reference: str
-    ratio: float
-    low: float
-    high: float
+    ratio: Positive
+    low: Positive
+    high: Positive
     pairs: int
 
 
@@ -150,6 +151,11 @@ def read_shard(path: Path) -> Baseline:
     if header.baseline_version != BASELINE_VERSION:
         version = header.baseline_version
         raise GateError(f"{path}: baseline version {version}, this is for {BASELINE_VERSION}")
+    first: dict[tuple[str, ...], int] = {}
+    for number, entry in enumerate(entries, start=2):
+        earlier = first.setdefault(entry_key(entry), number)
+        if earlier != number:
+            raise GateError(f"{path}:{number}: tells of the same as line {earlier}")
     return Baseline(header, sorted(entries, key=entry_key))
 
 

@@ -75,7 +75,7 @@ def compare(
     return GateResult(
         findings,
         found,
-        notes=policy.idle_rules(timed),
+        notes=[*policy.idle_rules(timed), *_hints(findings, policy)],
         baseline=baseline.header,
         processes=len(runs),
         rerun=len(rerun),
@@ -108,7 +108,8 @@ class _Case:
         elif self.base is None:
             yield self._whole(Decision("NEW", "new", "the baseline does not have this case"))
         elif self.base.case_hash != self.run.case_hash:
-            message = f"hash {self.base.case_hash} -> {self.run.case_hash}: not the same case"
+            hashes = f"hash {self.base.case_hash} -> {self.run.case_hash}"
+            message = f"the case is not what it was in the baseline: {hashes}"
             yield self._whole(Decision("INVALID", "case-changed", message))
         else:
             yield from self._correctness(self.base, self.run)
@@ -200,8 +201,8 @@ class _Case:
                 return judged, explain_pairs(pair_key[2], old, new), change
         problems = run.problems(op, column)
         if problems:
-            count = f"{len(problems)} of {len(run.rows)} processes do not stand"
-            return Decision("INVALID", "invalid", f"{count}: {problems[0].problem}"), [], None
+            lost = f"{len(problems)} of {len(run.rows)} processes cannot be used"
+            return Decision("INVALID", "invalid", f"{lost}: {problems[0].problem}"), [], None
         return decision, [], None
 
     def _whole(self, decision: Decision, column: str = WHOLE) -> Finding:
@@ -225,17 +226,30 @@ def _cut_short(runs: list[Run]) -> list[Finding]:
     cut = cut_short(runs)
     if not cut:
         return []
-    message = f"{len(cut)} of {len(runs)} processes crashed or were interrupted"
+    message = f"{len(cut)} of {len(runs)} processes crashed or were interrupted: {cut[0].path.name}"
     evidence = tuple(str(run.path) for run in cut)
     decision = Decision("INVALID", "cut-short", message)
     return [Finding("*", "*", WHOLE, WHOLE, decision, evidence=evidence)]
 
 
+def _hints(findings: list[Finding], policy: Policy) -> list[str]:
+    """What to do about findings that say nothing of the code, each once."""
+    codes = {f.decision.code for f in findings}
+    hints = {
+        "few-processes": f"bench --processes {policy.processes} makes a run that can be judged",
+        "environment": "to compare all the same, add fields to environment.ignore of a --policy; "
+        "to start anew, take the run as the baseline",
+        "missing": "to gate a part of a suite, say `missing: ignore` in a --policy",
+    }
+    return [f"{code}: {hint}" for code, hint in hints.items() if code in codes]
+
+
 def _worst(stages: dict[str, float]) -> str:
     """The worst error / bound in short; NaN is the worst of all."""
     values = stages.values()
-    worst = math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
-    return f"{worst:.3g}"
+    if not values:
+        return ""
+    return f"{math.nan if any(map(math.isnan, values)) else max(values):.3g}"
 
 
 def _recorded(baseline: Baseline) -> dict[Key, _Recorded]:

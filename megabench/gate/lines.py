@@ -53,5 +53,7 @@ def _parsed(path: Path, number: int, line: str, adapter: TypeAdapter[Body]) -> B
         return adapter.validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "line"
-        raise GateError(f"{path}:{number}: {where}: {first['msg']}") from error
+        place = ".".join(map(str, first["loc"]))
+        raise GateError(
+            f"{path}:{number}: {place + ': ' if place else ''}{first['msg']}"
+        ) from error

@@ -39,7 +39,7 @@ class Observed:
 
     def times(self, op: str, column: Column) -> Times:
         """The medians of the processes whose measurement stands."""
-        sound = [m for m in self._of(op, column) if m.problem is None]
+        sound = [m for m in self._of(op, column) if m.problem is None and m.median_us > 0]
         clocks = [_clock(m) for m in sound]
         known = tuple(c for c in clocks if c is not None)
         return Times(tuple(m.median_us for m in sound), known if len(known) == len(clocks) else ())

@@ -62,7 +62,8 @@ def _table(findings: list[Finding]) -> Table:
     for f in findings:
         style = _STYLE[f.decision.verdict]
         verdict = f.decision.verdict if f.gated else f"({f.decision.verdict})"
-        cells = (f.case_id, f.backend, f.op, f.column, f.base, f.run)
+        where = ("every case" if f.case_id == "*" else f.case_id, f.backend, f.op, f.column)
+        cells = (*where, f.base, f.run)
         why = (f.decision.code, f.decision.message)
         table.add_row(f"[{style}]{verdict}[/]", *(escape(text) for text in (*cells, *why)))
     return table

@@ -125,8 +125,8 @@ def _is_faster(change: Change, rule: TimeRule) -> bool:
 def judge_kernels(base: int, run: set[int], rule: KernelRule) -> Decision:
     """Kernels a step launches; `run` holds the counts seen in its processes."""
     if len(run) != 1:
-        counts = ", ".join(str(n) for n in sorted(run))
-        return Decision("AMBIGUOUS", "kernels-vary", f"processes launched {counts} kernels")
+        counts = " or ".join(str(n) for n in sorted(run))
+        return Decision("AMBIGUOUS", "kernels-vary", f"processes launched {counts} kernels a step")
     now = next(iter(run))
     message = f"{base} -> {now} kernels"
     if now > base + rule.extra:
@@ -137,6 +137,8 @@ def judge_kernels(base: int, run: set[int], rule: KernelRule) -> Decision:
 def judge_stages(base: dict[str, float], run: dict[str, float], rule: CorrectnessRule) -> Decision:
     """Worst error / bound by stage, of a case whose every stage is within its bound."""
     gone = [name for name in base if name not in run]
+    if gone and not run:
+        return Decision("MISSING", "not-validated", "no stage was validated (--no-validate?)")
     if gone:
         message = f"{len(gone)} of {len(base)} stages not validated, {gone[0]} first"
         return Decision("MISSING", "not-validated", message)

@@ -121,13 +121,26 @@ def test_a_folder_without_the_devices_shard_names_the_nearest(tmp_path: Path) ->
         ('{"kind":"run"}\n', "shard.jsonl:1"),
         ("{HEADER}\n{broken\n", "shard.jsonl:2"),
         ('{HEADER}\n{"kind":"time","surprise":1}\n', "shard.jsonl:2"),
+        ("{HEADER}\n<<<<<<< HEAD\n", "shard.jsonl:2: Invalid JSON"),
+        ("{HEADER}\n{TIME}\n{TIME}\n", "shard.jsonl:3: tells of the same as line 2"),
+        ("{HEADER}\n{NOT_A_TIME}\n", "shard.jsonl:2: time.medians_us.0"),
+        ("{HEADER}\n{NO_TIME}\n", "shard.jsonl:2: time.medians_us.0"),
     ],
 )
 def test_a_bad_shard_is_one_line_that_names_the_line(
     tmp_path: Path, text: str, wanted: str
 ) -> None:
     file = tmp_path / "shard.jsonl"
-    file.write_text(text.replace("{HEADER}", baseline().header.model_dump_json()))
+    made = baseline()
+    time = made.entries[-1].model_dump_json()
+    for name, line in (
+        ("{HEADER}", made.header.model_dump_json()),
+        ("{TIME}", time),
+        ("{NOT_A_TIME}", time.replace("[20.0,", '["NaN",')),
+        ("{NO_TIME}", time.replace("[20.0,", "[0.0,")),
+    ):
+        text = text.replace(name, line)
+    file.write_text(text)
     with pytest.raises(GateError, match=wanted) as caught:
         read_shard(file)
     assert "\n" not in str(caught.value)

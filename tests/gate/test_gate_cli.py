@@ -179,3 +179,13 @@ def test_a_verdict_that_is_not_gated_is_skipped_in_junit(tmp_path: Path) -> None
     root = ET.parse(tmp_path / "g.xml").getroot()
     assert root.find(".//failure") is None
     assert root.find(".//skipped") is not None
+
+
+@pytest.mark.parametrize("command", [(), ("baseline",)])
+def test_a_command_without_what_it_needs_prints_its_help_on_lines_of_its_own(
+    call: Call, command: tuple[str, ...]
+) -> None:
+    code, out, err = call(*command)
+    assert (code, out) == (2, "")
+    assert err.startswith("Usage: ")
+    assert err.count("\n") > 5

@@ -190,6 +190,21 @@ def test_a_time_that_cannot_be_true_is_invalid() -> None:
     assert "below the datasheet's floor" in finding.decision.message
 
 
+def test_a_time_of_nothing_is_no_time() -> None:
+    result = compare(baseline(), processes([0.0] * 5), POLICY)
+    assert only(result).decision.code == "missing"
+
+
+def test_what_to_do_about_a_verdict_that_says_nothing_of_the_code_is_noted_once() -> None:
+    few = compare(baseline(), processes(BASE[:2]), POLICY)
+    assert few.notes == ["few-processes: bench --processes 5 makes a run that can be judged"]
+    elsewhere = compare(
+        baseline(), [run([row([measurement(t)])], driver="590") for t in BASE], POLICY
+    )
+    assert [note.split(":")[0] for note in elsewhere.notes] == ["environment"]
+    assert compare(baseline(), processes(BASE), POLICY).notes == []
+
+
 def test_one_throttled_process_of_six_does_not_matter() -> None:
     throttled = Telemetry(source="nvml", invalid="hardware slowdown")
     bad = measurement(30.0, problem="fell under", rechecked=False, telemetry=throttled)
