@@ -157,9 +157,8 @@ class _Case:
         again = self.rerun.times(op, column) if self.rerun else None
         if again is not None and not again.processes:
             again = None
-        change = None
-        if old is not None:
-            change = compare_times(old, new if again is None else new.joined(again), rule.level)
+        both = new if again is None else new.joined(again)
+        change = compare_times(old, both, rule.level) if old is not None else None
         evidence = explain_times(old, new, again, change, rule)
         if old is None:
             decision = Decision("NEW", "new", "the baseline does not have this time")
@@ -177,10 +176,10 @@ class _Case:
             decision,
             gated=rule.gated,
             base=f"{digits(old.median_us)} us" if old else "",
-            run=f"{digits(new.median_us)} us" if new.processes else "",
+            run=f"{digits(both.median_us)} us" if both.processes else "",
             evidence=tuple(evidence),
             base_us=old.median_us if old else None,
-            run_us=new.median_us if new.processes else None,
+            run_us=both.median_us if both.processes else None,
             change=change,
         )
 

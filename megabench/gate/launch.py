@@ -23,9 +23,12 @@ from megabench.gate.observe import Key, observe
 from megabench.gate.policy import Policy
 from megabench.gate.processes import RERUN, GateError, read_processes, read_rerun
 from megabench.results import Run
+from megabench.runs import say
 
 Launch = Callable[[Sequence[str]], int]
 """Runs `megabench` with these arguments in a fresh process -> its exit code."""
+NAMED = 3
+"""Cases that are named when several are run again."""
 UNUSABLE = (2, 130)
 """Exit codes after which further processes make no sense: usage, interrupted."""
 
@@ -75,6 +78,9 @@ def gate_processes(processes: Processes, baseline: Baseline, policy: Policy) -> 
     keys = result.run_again()
     if not keys:
         return result
+    names = ", ".join(f"{case_id} on {backend}" for case_id, backend in keys[:NAMED])
+    more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+    say(f"slower, or too noisy to tell: once more in {processes.count} processes: {names}{more}")
     if processes.run_again(runs, keys) in UNUSABLE:
         raise GateError(f"{processes.folder / RERUN}: the re-run did not end")
     return compare(baseline, runs, policy, read_rerun(processes.folder))

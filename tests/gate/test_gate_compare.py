@@ -83,6 +83,7 @@ def test_a_rerun_that_disagrees_keeps_slower_back() -> None:
     disagrees = compare(baseline(), processes(SLOWER), POLICY, processes(BASE))
     assert only(disagrees).decision.code == "not-reproduced"
     assert any(line.startswith("re-run") for line in only(disagrees).evidence)
+    assert only(disagrees).run_us == pytest.approx((20.895 + 20.1) / 2)  # of both runs together
 
 
 def test_columns_are_never_compared_with_each_other() -> None:
