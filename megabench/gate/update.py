@@ -23,6 +23,7 @@ from megabench.gate.observe import observe
 from megabench.gate.policy import EnvironmentRule
 from megabench.gate.pool import Times
 from megabench.gate.processes import GateError, cut_short
+from megabench.gate.verdicts import digits
 from megabench.results import Run
 
 
@@ -122,7 +123,7 @@ def _value(entry: Entry) -> str:
     match entry:
         case TimeEntry():
             times = Times(tuple(entry.medians_us))
-            return f"{times.median_us:.3f} us of {times.processes}"
+            return f"{digits(times.median_us)} us of {times.processes}"
         case PairsEntry():
             return f"{entry.ratio:.4f} x {entry.reference}"
         case KernelsEntry():

@@ -9,7 +9,7 @@ import pytest
 from gate_runs import DECODE, PREFILL, baseline, measurement, processes, row, run, write_all
 
 from megabench.gate import GateError, baseline_of, find_baseline
-from megabench.gate.baseline import entry_key, read_shard, shard_path
+from megabench.gate.baseline import TimeEntry, entry_key, read_shard, shard_path
 from megabench.gate.update import describe, plan_update
 from megabench.results import Run
 
@@ -40,6 +40,21 @@ def test_a_shard_is_an_environment_line_then_sorted_facts(tmp_path: Path) -> Non
     assert lines[-1]["case_hash"] in (DECODE.hash, PREFILL.hash)
 
 
+def test_a_time_has_five_digits_and_whole_nanoseconds_in_a_shard() -> None:
+    runs = processes((43142.52671, 20.000499, 4.70312, 0.123456, 1000.0499))
+    (time,) = [e for e in baseline_of(runs).entries if isinstance(e, TimeEntry)]
+    assert time.medians_us == [43143.0, 20.0, 4.703, 0.123, 1000.0]
+
+
+def test_the_same_run_taken_twice_changes_nothing(tmp_path: Path) -> None:
+    plan_update(processes(BASE), tmp_path).write()
+    again = plan_update(processes(BASE), tmp_path)
+    before = again.path.read_bytes()
+    assert (again.added, again.changed, again.removed) == ([], [], [])
+    again.write()
+    assert again.path.read_bytes() == before
+
+
 def test_the_order_of_a_run_does_not_change_its_shard() -> None:
     one = run([row([measurement(20.0)]), row([measurement(40.0)], case=PREFILL)])
     other = run([row([measurement(40.0)], case=PREFILL), row([measurement(20.0)])])
@@ -51,7 +66,7 @@ def test_planning_writes_nothing_and_tells_every_change(tmp_path: Path) -> None:
     before = next(tmp_path.rglob("*.jsonl")).read_text()
     slower = plan_update(processes([22.0] * 5), tmp_path)
     text = "\n".join(describe(slower))
-    assert f"~ {DECODE.id} triton step cold  20.000 us of 5 -> 22.000 us of 5 (+10.00 %)" in text
+    assert f"~ {DECODE.id} triton step cold  20.00 us of 5 -> 22.00 us of 5 (+10.00 %)" in text
     assert "0 added, 1 changed, 0 removed, 2 of other cases kept" in text
     assert next(tmp_path.rglob("*.jsonl")).read_text() == before
 

@@ -107,7 +107,7 @@ def test_without_accept_the_diff_is_printed_and_nothing_written(call: Call, tmp_
     folder = tmp_path / "baselines"
     code, out, err = call("baseline", "update", runs, "--dir", folder)
     assert code == 0
-    assert f"+ {DECODE.id} triton step cold  20.000 us of 5" in out
+    assert f"+ {DECODE.id} triton step cold  20.00 us of 5" in out
     assert "nothing written" in err
     assert not folder.exists()
 
