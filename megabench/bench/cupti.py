@@ -116,7 +116,9 @@ class CuptiTracer:
 
     @contextmanager
     def _tracing(self, kinds: Sequence[Any]) -> Iterator[None]:
-        # Registered anew each time: torch's profiler takes the same one place for callbacks.
+        # Registered anew each time: torch's profiler takes the same one place for callbacks. Each
+        # side's buffers go back to it before: the other would free them by an allocator of its own.
+        self._cupti.activity_flush_all(FLUSH_FORCED)
         self._cupti.activity_register_callbacks(lambda: (BUFFER_BYTES, 0), self._keep)
         for kind in kinds:
             self._cupti.activity_enable(kind)
@@ -126,6 +128,7 @@ class CuptiTracer:
             self._drain()
             for kind in kinds:
                 self._cupti.activity_disable(kind)
+            self._cupti.activity_flush_all(FLUSH_FORCED)
 
 
 class FakeTracer:

@@ -48,8 +48,8 @@ class Probe(Protocol):
 
     source: str
 
-    def read(self) -> Reading:
-        """The device's state now."""
+    def read(self, memory: bool = True) -> Reading:
+        """The device's state now; its used memory, which is slow to ask for, where wanted."""
         ...
 
 
@@ -58,7 +58,7 @@ class NullProbe:
 
     source = "none"
 
-    def read(self) -> Reading:
+    def read(self, memory: bool = True) -> Reading:
         return Reading()
 
 
@@ -70,7 +70,7 @@ class FakeProbe:
     def __init__(self, readings: Sequence[Reading]) -> None:
         self._left = list(readings)
 
-    def read(self) -> Reading:
+    def read(self, memory: bool = True) -> Reading:
         return self._left.pop(0) if len(self._left) > 1 else self._left[0]
 
 
@@ -87,15 +87,15 @@ class NvmlProbe:
         uuid = torch.cuda.get_device_properties(device).uuid
         self._handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
-    def read(self) -> Reading:
+    def read(self, memory: bool = True) -> Reading:
         nvml, handle = self._nvml, self._handle
-        sm, memory = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
+        sm, mem = nvml.NVML_CLOCK_SM, nvml.NVML_CLOCK_MEM
         power = self._ask(nvml.nvmlDeviceGetPowerUsage, handle)
-        used = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle)
+        used = self._ask(nvml.nvmlDeviceGetMemoryInfo, handle) if memory else None
         mask = self._ask(nvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         return Reading(
             sm_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, sm),
-            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, memory),
+            memory_clock_mhz=self._ask(nvml.nvmlDeviceGetClockInfo, handle, mem),
             power_w=None if power is None else power / 1000,
             temperature_c=self._ask(
                 nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
