@@ -63,7 +63,7 @@ def baseline() -> None:
 def update(run: Path, accept: bool, folder: Path, prune: bool) -> None:
     """Take RUN as the baseline of its device and suite."""
     from megabench.gate import Policy, read_processes
-    from megabench.gate.update import describe, plan_update
+    from megabench.gate.update import describe, plan_update, too_noisy
 
     runs = read_processes(run)
     planned = plan_update(runs, folder, prune=prune)
@@ -73,6 +73,12 @@ def update(run: Path, accept: bool, folder: Path, prune: bool) -> None:
         click.echo(
             f"note: {len(runs)} of {Policy().processes} processes; "
             "by default the gate calls such times AMBIGUOUS",
+            err=True,
+        )
+    if noisy := too_noisy(runs):
+        click.echo(
+            f"note: noise keeps {len(noisy)} of the times from ever being SAME by the default "
+            f"policy, {noisy[0]} first; rules with a larger `relative` in a --policy allow for it",
             err=True,
         )
     if not accept:

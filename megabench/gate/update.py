@@ -17,10 +17,11 @@ from megabench.gate.baseline import (
     read_shard,
     shard_path,
 )
+from megabench.gate.compare import compare
 from megabench.gate.environment import Mismatch, mismatches
 from megabench.gate.lines import write_whole
 from megabench.gate.observe import observe
-from megabench.gate.policy import EnvironmentRule
+from megabench.gate.policy import EnvironmentRule, Policy
 from megabench.gate.pool import Times
 from megabench.gate.processes import GateError, cut_short
 from megabench.gate.verdicts import digits
@@ -90,6 +91,13 @@ def describe(update: Update) -> list[str]:
         f"{len(update.removed)} removed, {update.kept} of other cases kept"
     )
     return lines
+
+
+def too_noisy(runs: list[Run]) -> list[str]:
+    """The times of a run that by the default policy not even the run itself can be SAME as."""
+    findings = compare(baseline_of(runs), runs, Policy()).findings
+    noisy = [f for f in findings if f.decision.code == "noisy"]
+    return [f"{f.case_id} {f.backend} {f.op} {f.column}" for f in noisy]
 
 
 def _check_sound(runs: list[Run]) -> None:

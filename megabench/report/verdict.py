@@ -23,7 +23,7 @@ MARKS: dict[Verdict, str] = {
 }
 """Beside the word, so that verdicts are told apart at a glance without their colours."""
 _OUTCOME: dict[int, tuple[Tone, str]] = {
-    EXIT_GOOD: ("good", "Nothing is slower or broken"),
+    EXIT_GOOD: ("good", "Nothing gated is slower or broken"),
     EXIT_WRONG: ("bad", "Slower or broken"),
 }
 _UNDECIDED: tuple[Tone, str] = ("warn", "Cannot decide")

@@ -118,6 +118,16 @@ def test_a_baseline_of_too_few_processes_is_warned_of(call: Call, tmp_path: Path
     assert "2 of 5 processes" in err
 
 
+def test_a_baseline_too_noisy_to_be_gated_by_is_told_of(call: Call, tmp_path: Path) -> None:
+    quiet = write_all(processes(BASE), tmp_path / "quiet")
+    assert "noise" not in call("baseline", "update", quiet, "--dir", tmp_path / "b")[2]
+    noisy = write_all(processes((20.0, 22.0, 18.0, 21.0, 19.0)), tmp_path / "noisy")
+    _, _, err = call("baseline", "update", noisy, "--dir", tmp_path / "b")
+    assert (
+        f"noise keeps 1 of the times from ever being SAME by the default policy, {DECODE.id}" in err
+    )
+
+
 def test_a_bad_request_is_one_line_exit_2_and_nothing_written(
     call: Call, tmp_path: Path, shards: Path
 ) -> None:

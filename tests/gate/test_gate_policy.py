@@ -8,6 +8,7 @@ import pytest
 
 from megabench.cases import CaseError
 from megabench.gate.policy import Policy, load_policy
+from megabench.results.names import OP_ORDER
 
 NAMES = {"case": "r1-nvfp4-tp8-32q1s4k", "op": "wo_a", "backend": "triton", "column": "cold"}
 
@@ -89,3 +90,9 @@ def test_rules_that_match_nothing_are_told() -> None:
     policy = Policy.model_validate({"rules": [{"op": "wo_a"}, {"op": "wo_z", "case": "r9-*"}]})
     (note,) = policy.idle_rules([("r1", "wo_a", "triton", "cold")])
     assert note == "rules.1 (case r9-*, op wo_z) matches nothing in this run"
+
+
+def test_the_projects_own_policy_names_ops_and_columns_that_exist() -> None:
+    policy = load_policy(Path(__file__).parents[2] / "reports" / "baselines" / "gate.yaml")
+    times = [("case", op, "triton", column) for op in OP_ORDER for column in policy.columns]
+    assert policy.idle_rules(times) == []
