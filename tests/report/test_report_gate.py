@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megabench.report.html import render
 from megabench.report.pooled import pooled
 from megabench.report.verdict import gate_view
 from megabench.results import Comparison, Interval, Run, RunFolder
+from megabench.runs import latest_run
 
 
 def table_row(page: str, case_id: str, op: str, column: str) -> str:
@@ -181,3 +183,13 @@ def test_a_run_with_nothing_but_its_start_gets_a_report(
 def test_a_report_is_made_from_the_rows_file_too(tmp_path: Path) -> None:
     folder = written(process(base_rows(1.0)), tmp_path)
     assert build(folder / "results.jsonl") == folder / "report.html"
+
+
+def test_the_latest_run_may_be_one_of_several_processes(tmp_path: Path) -> None:
+    alone = written(process(base_rows(1.0)), tmp_path)
+    assert latest_run(tmp_path) == alone
+    several = tmp_path / "bench-x5"
+    for run in processes(base_rows):
+        newest = written(run, several)
+    os.utime(newest / "results.jsonl", (2e9, 2e9))
+    assert latest_run(tmp_path) == several
