@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: bool) -> None:
     """Wear every fault on a backend and validate; exit 1 when one survives or shows nowhere."""
     from megabench.faults import CATALOGUE, Trials
+    from megabench.faults.isolated import IsolatedTrials
     from megabench.faults.runner import BAD
     from megabench.runs import find_device, resolve_backends
 
@@ -35,7 +36,8 @@ def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: 
     if not chosen:
         raise click.UsageError(f"no fault matches {pattern!r}{nearest(pattern, CATALOGUE)}")
     (name,) = resolve_backends([backend], loaded.cases, where)
-    trials, found = Trials(loaded.cases, name, where), []
+    kind = Trials if where.type == "cpu" else IsolatedTrials
+    trials, found = kind(loaded.cases, name, where), []
     for fault in chosen:
         found.append(trials.of(fault))
         (_json if as_json else _line)(found[-1])

@@ -72,7 +72,10 @@ class Trials:
         if case is None:
             reason = f"no case {fault.case} among those given"
             return Finding(fault, "missing trigger", reason=reason)
-        obstacle = skip_reason(case, self._name, self._store)
+        try:
+            obstacle = skip_reason(case, self._name, self._store)
+        except MemoryError as short:
+            obstacle = str(short)
         if obstacle:
             return Finding(fault, "not runnable here", reason=obstacle)
         right = self._run_right(case, fault.wear.right)

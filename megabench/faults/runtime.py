@@ -70,7 +70,11 @@ def drifts() -> Op:
 @instead(DECODE)
 def on_another_stream(args: Args, right: Right) -> Any:
     cuda: Any = torch.cuda
-    with cuda.stream(cuda.Stream()):
+    other = cuda.Stream()
+    for tensor in args.values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.record_stream(other)  # late it may be, but not into memory given away
+    with cuda.stream(other):
         cuda._sleep(CYCLES)
         return right(args)
 

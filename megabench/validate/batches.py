@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megabench.cases import Request
-from megabench.validate.judgement import Judgement, judge_equal, merge
+from megabench.validate.judgement import Judgement, judge_same
 from megabench.validate.stages.evidence import Evidence
 from megabench.validate.step import RankRun, run_step
 from megabench.validate.trace import DECODE, EINSUM, PREFILL, TracingBackend
@@ -43,18 +43,16 @@ def batch_invariance(evidence: Evidence, backend: TracingBackend, draw: int) -> 
     """batch_invariance: codes, scales, lse, wo_a's and the layer's output of every other batch."""
     run, work = evidence.run, evidence.truth.workload
     claimed = bool(getattr(backend.wrapped, CLAIM, False))
-    found = [Judgement(STAGE)]
-    whole = dict(_results(run))
+    whole, pairs = dict(_results(run)), []
     for order in other_batches(work.requests, draw):
         part = subset(work, order)
         bind(run.layer, part)
         alone = run_step(run.layer, backend, part, run.rank, run.buffers.poison)
         at = tokens_of(work, order).to(work.device)
-        for name, got in _results(alone):
-            axes = tuple(f"axis {i}" for i in range(got.dim()))
-            same = judge_equal(STAGE, got, whole[name][at], axes)
-            found.append(same.at(requests=str(order), tensor=name))
-    return replace(merge(found)[0], verdict=claimed)
+        pairs += [
+            (f"{name} of requests {order}", got, whole[name][at]) for name, got in _results(alone)
+        ]
+    return replace(judge_same(STAGE, pairs), verdict=claimed)
 
 
 def _results(run: RankRun) -> Iterator[tuple[str, Tensor]]:

@@ -10,9 +10,8 @@ from torch import Tensor
 from megabench.validate.judgement import (
     Judgement,
     Mask,
-    bits_of,
-    judge_equal,
     judge_none,
+    judge_same,
     merge,
 )
 from megabench.validate.poison import strayed_bytes
@@ -88,28 +87,25 @@ class Inputs:
 
         Inputs are put back, so that golden results start from the case's own.
         """
-        masks = [_differing(name, now, then) for name, now, then in self._kept]
+        pairs = list(self._kept)
         for call in run.calls:
             for name, then in call.after.items():
-                pair = _fixed(run, name, call.args[name], then)
-                masks.append(_differing(f"{call.op} {name}", *pair))
-            masks += [
-                (f"{call.op} {name}", lost.bool)
-                for name, lost in call.trespass.items()
-                if name in call.before
-            ]
+                pairs.append((f"{call.op} {name}", *_fixed(run, name, call.args[name], then)))
             if call.op in _KEPT_RESULTS:
-                for now, then in zip(call.returned, call.results, strict=True):
-                    masks.append(_differing(f"{call.op} result", now, then))
-        judged = judge_none("inputs_unchanged", masks)
+                results = zip(call.returned, call.results, strict=True)
+                pairs += [(f"{call.op} result", now, then) for now, then in results]
+        own = [
+            (f"{call.op} {name}", lost.bool)
+            for call in run.calls
+            for name, lost in call.trespass.items()
+            if name in call.before
+        ]
+        stage = "inputs_unchanged"
+        judged = merge((judge_same(stage, pairs), judge_none(stage, own)))[0]
         if not judged.ok:
             for _, now, then in self._kept:
                 now.copy_(then)
         return judged
-
-
-def _differing(name: str, now: Tensor, then: Tensor) -> Mask:
-    return name, lambda: bits_of(now) != bits_of(then)
 
 
 def _fixed(run: RankRun, name: str, now: Tensor, then: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,20 +130,17 @@ def fingerprint(tensor: Tensor) -> int:
     rows = data[: count // _COLUMNS * _COLUMNS * 8].view(torch.int64).view(-1, _COLUMNS)
     # Sums along both axes, so that the storage is read twice and never copied.
     sums = [rows.sum(0), rows.sum(1), data[rows.numel() * 8 :].long()]
-    return sum(int((s * (2 * torch.arange(len(s), device=s.device) + 1)).sum()) for s in sums)
+    odd = [(s * (2 * torch.arange(len(s), device=s.device) + 1)).sum() for s in sums]
+    return int(torch.stack(odd).sum())
 
 
 def repeatable(first: Evidence, second: Evidence) -> Judgement:
     """repeatable: a second run over different poison gives the same live bytes."""
-    found = [Judgement("repeatable")]
     try:
         pairs = zip(_live(first), _live(second), strict=True)
-        for (name, a), (_, b) in pairs:
-            axes = tuple(f"axis {i}" for i in range(a.dim()))
-            found.append(judge_equal("repeatable", b, a, axes).at(tensor=name))
+        return judge_same("repeatable", [(name, b, a) for (name, a), (_, b) in pairs])
     except (UnobservedError, ValueError):
         return Judgement("repeatable", problem="the two runs made different calls")
-    return merge(found)[0]
 
 
 def _live(evidence: Evidence) -> Iterator[tuple[str, Tensor]]:

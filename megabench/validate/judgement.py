@@ -136,53 +136,78 @@ def judge_ratio(
 
     `first` is the index of element 0 along each leading axis; `values` are told of the worst one.
     """
+    if not ratio.numel():
+        return Judgement(stage, counts=counts or {})
+    checked = ratio.numel()
+    counted = []
     if mask is not None:
         mask = mask.reshape(mask.shape + (1,) * (ratio.dim() - mask.dim())).expand(ratio.shape)
         ratio = torch.where(mask, ratio, 0.0)
-        checked = int(mask.sum())
-    else:
-        checked = ratio.numel()
-    if not checked:
-        return Judgement(stage, counts=counts or {})
-    failed = int((~(ratio <= 1)).sum())
-    flat = int(torch.argmax(torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).flatten()))
-    worst = float(ratio.flatten()[flat])
-    if worst == 0.0:
+        counted = [mask.sum()]
+    top, place = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).flatten().max(0)
+    failed, worst, flat, *rest = _numbers((~(ratio <= 1)).sum(), top, place, *counted)
+    checked = int(rest[0]) if rest else checked
+    if not checked or worst == 0.0:
         return Judgement(stage, checked, counts=counts or {})
-    index = [int(i) for i in torch.unravel_index(torch.tensor(flat), ratio.shape)]
+    index = [int(i) for i in torch.unravel_index(torch.tensor(int(flat)), ratio.shape)]
     shift = [*first, *(0 for _ in index[len(first) :])]
     where: dict[str, Any] = {
         axis: i + base for axis, i, base in zip(axes, index, shift, strict=True)
     }
-    where |= {
-        name: _number(value.expand(ratio.shape)[tuple(index)]) for name, value in values.items()
-    }
-    worst = math.inf if math.isnan(worst) else worst
-    return Judgement(stage, checked, failed, worst, where, counts or {})
+    found = _numbers(*(value.expand(ratio.shape)[tuple(index)] for value in values.values()))
+    for (name, value), number in zip(values.items(), found, strict=True):
+        where[name] = number if value.is_floating_point() else int(number)
+    return Judgement(stage, checked, int(failed), worst, where, counts or {})
+
+
+def judge_same(stage: str, pairs: Sequence[tuple[str, Tensor, Tensor]]) -> Judgement:
+    """That each named pair of tensors, got and golden, holds the same bits; the device is waited
+    for once while they do."""
+    alike = [pair for pair in pairs if pair[1].shape == pair[2].shape]
+    flags = [(bits_of(got) != bits_of(golden)).any() for _, got, golden in alike]
+    wrong = {name for (name, *_), flag in zip(alike, _numbers(*flags), strict=True) if flag}
+    found = [Judgement(stage)]
+    for name, got, golden in pairs:
+        if name in wrong or got.shape != golden.shape:
+            axes = tuple(f"axis {i}" for i in range(got.dim()))
+            found.append(judge_equal(stage, got, golden, axes).at(tensor=name))
+        else:
+            found.append(Judgement(stage, got.numel()))
+    return merge(found)[0]
 
 
 def judge_none(stage: str, masks: Sequence[Mask]) -> Judgement:
     """That no element of any mask is set. A mask lives only as long as it is looked at; the device
-    is waited for once; metadata that lives on the CPU beside it joins it there."""
-    counts: list[int] = []
-    flags: list[Tensor] = []
+    is waited for once while none is."""
+    counts, flags = [], []
     for _, make in masks:
         mask = make()
         counts.append(mask.numel())
         flags.append(mask.any())
     found = [Judgement(stage, sum(counts))]
-    home = next((flag.device for flag in flags if flag.is_cuda), torch.device("cpu"))
-    together = torch.stack([flag.to(home) for flag in flags]).tolist() if flags else ()
-    for (name, make), wrong in zip(masks, together, strict=True):
-        if wrong:
+    for (name, make), flag in zip(masks, _numbers(*flags), strict=True):
+        if flag:
             ratio = torch.where(make(), math.inf, 0.0)
             axes = tuple(f"axis {i}" for i in range(ratio.dim()))
             found.append(replace(judge_ratio(stage, ratio, axes), checked=0).at(tensor=name))
     return merge(found)[0]
 
 
-def _number(value: Tensor) -> float | int:
-    return float(value) if value.is_floating_point() else int(value)
+def attempted(stage: str, judge: Callable[[], Judgement]) -> Judgement:
+    """A judgement of a further run of the step; what the run raises is a problem of the stage,
+    but for memory that ran out."""
+    try:
+        return judge()
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        return Judgement(stage, problem=f"the step raised {reason}")
+
+
+def _numbers(*scalars: Tensor) -> list[float]:
+    """Scalars as Python numbers, moved off the device in one piece."""
+    return torch.stack([scalar.double() for scalar in scalars]).tolist() if scalars else []
 
 
 def ratio_of(excess: Tensor, bound: Tensor) -> Tensor:

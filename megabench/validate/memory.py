@@ -22,6 +22,8 @@ _WORKSPACE_COPIES = 2
 """The layer's, and what the trace keeps of it."""
 _TOKEN_BYTES = 24
 """A head's dim of a token: Q three times in bf16, output codes, golden's output and bounds."""
+_USABLE = 0.9
+"""Of a device's memory, what a process may expect to have where nobody else is."""
 _TABLE_BYTES = 64 * (4 + 8 + 8)
 """A position of the rotation table while it is made."""
 
@@ -48,12 +50,31 @@ def _held_bytes(device: torch.device) -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def _total_bytes(device: torch.device) -> int:
+    """What the device has when nobody else holds any of it."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def memory_problem(case: Case, geometry: Geometry, device: torch.device) -> str | None:
-    """Why a case does not fit, with the GiB it needs, or None when it does."""
+    """Why a case does not fit a device, with the GiB it needs, or None when it does.
+
+    MemoryError when it would fit but for what others hold: to skip it then would let a run that
+    judged nothing pass for a good one.
+    """
     available = available_bytes(device)
     if available is None:
         return None
     needed, free = needed_bytes(case, geometry), available + _held_bytes(device)
     if needed <= free:
         return None
-    return f"needs {needed / 2**30:.1f} GiB on {device}, {free / 2**30:.1f} GiB are free"
+    total = _total_bytes(device)
+    said = f"needs {_gib(needed)} GiB on {device}, {_gib(free)} GiB are free"
+    if needed <= total * _USABLE:
+        raise MemoryError(f"{said} of {_gib(total)}")
+    return said
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.metadata import DeepseekSparseSWAMetadata, DeepseekV4FlashMLAMetadata
-from megabench.validate.judgement import Judgement, judge_equal, merge
+from megabench.validate.judgement import Judgement, judge_same
 from megabench.validate.poison import POISONS
 from megabench.validate.step import Buffers, forward, ready
 from megabench.workload import Workload, bind
@@ -45,24 +46,19 @@ def replay(layer: DeepseekV4MegaAttnAttention, workload: Workload) -> Judgement:
     ready(layer, elsewhere, poison)
     buffers = Buffers.of(layer, poison)
     right = _results(layer, buffers, forward(layer, elsewhere))
-    found = [Judgement(STAGE, note=note)]
-    for (name, got), (_, golden) in zip(again, right, strict=True):
-        axes = tuple(f"axis {i}" for i in range(got.dim()))
-        found.append(judge_equal(STAGE, got, golden, axes).at(tensor=name))
-    return merge(found)[0]
+    pairs = [(name, got, golden) for (name, got), (_, golden) in zip(again, right, strict=True)]
+    return replace(judge_same(STAGE, pairs), note=note)
 
 
 def _repeated(step: Callable[[], Tensor], device: torch.device) -> tuple[Callable[[], Tensor], str]:
     """What runs a step again, a graph's replay where it can be captured; a note says which."""
     if device.type != "cuda":
         return step, "called again"
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    side = _capture_stream(device)
     side.wait_stream(torch.cuda.current_stream(device))
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.stream(side):
-            step()
-            torch.cuda.synchronize(device)
             graph.capture_begin(pool=_last_graph[0].pool() if _last_graph else None)
             try:
                 result = step()
@@ -79,6 +75,12 @@ def _repeated(step: Callable[[], Tensor], device: torch.device) -> tuple[Callabl
         return result
 
     return launch, "a captured graph replayed"
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: memory is kept by stream."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _first_cause(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import gc
 import shlex
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megabench.results.schema import CaseResult, StageResult, Status
 from megabench.validate.batches import batch_invariance
 from megabench.validate.chain import chain_error
 from megabench.validate.guards import Inputs, canaries, repeatable
-from megabench.validate.judgement import Judgement, merge
+from megabench.validate.judgement import Judgement, attempted, merge
 from megabench.validate.memory import memory_problem
 from megabench.validate.poison import POISONS, poison_tails
 from megabench.validate.replay import replay
@@ -34,7 +35,9 @@ class Skipped(Exception):  # noqa: N818 - it is no error
 
 
 def skip_reason(case: Case, backend_name: str, store: Store) -> str | None:
-    """Why a case cannot be validated on this backend, model, device or memory; None when it can."""
+    """Why a case cannot be validated on this backend, model, device or memory; None when it can.
+
+    MemoryError when only what others hold of the memory is in the way."""
     geometry = Geometry.load(case.model)
     problem = topology_problem(geometry, case.tp)
     if problem:
@@ -116,7 +119,9 @@ def _judge_rank(
         bind(layer, second)
         again = run_step(layer, backend, second, rank, POISONS[1])
         found += [canaries(again, truth), repeatable(evidence, evidence_of(again))]
-        found += [replay(layer, second), batch_invariance(evidence, backend, draw)]
+        found.append(attempted("replay", lambda: replay(layer, second)))
+        batches = partial(batch_invariance, evidence, backend, draw)
+        found.append(attempted("batch_invariance", batches))
     if store.on_rank is not None:
         store.on_rank(evidence, found)
     return evidence, found

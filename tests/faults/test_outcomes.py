@@ -18,6 +18,7 @@ from megabench.cases import load_suite
 from megabench.cli import cli
 from megabench.faults import CATALOGUE, Fault, Finding, Trials
 from megabench.faults.base import Args, Wear, after, before, fault
+from megabench.faults.isolated import IsolatedTrials
 from megabench.faults.triggers import TWO
 from megabench.validate.trace import DECODE, EINSUM
 
@@ -103,6 +104,17 @@ def test_no_fault_is_killed_on_a_backend_that_is_wrong_by_itself() -> None:
 def test_two_faults_cannot_have_one_id() -> None:
     with pytest.raises(ValueError, match="R3 is registered twice"):
         fault("R3", "again", TWO, "lse_decode")(nothing_at_all)
+
+
+def test_a_child_process_says_what_this_one_would_and_is_replaced_once_it_ended() -> None:
+    isolated = IsolatedTrials(load_suite("faults").cases, "torch", CPU)
+    finding = isolated.of(CATALOGUE["R3"])
+    assert (finding.fault, finding.outcome) == (CATALOGUE["R3"], "killed")
+    assert "lse_decode" in finding.found_by
+    assert isolated._child is None  # without a GPU no child counts as sound
+    broken = IsolatedTrials([], "torch", CPU)
+    broken._arguments = ([], "torch", "no such device")
+    assert broken.of(CATALOGUE["R3"]).outcome == "error"
 
 
 def run(*words: str) -> tuple[int, str]:

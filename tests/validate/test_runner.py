@@ -107,8 +107,20 @@ def test_a_case_larger_than_the_memory_is_skipped_with_what_it_needs(
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(memory, "_held_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "_total_bytes", lambda device: 2 << 20)
     with pytest.raises(Skipped, match=r"needs \d+\.\d GiB on cpu, 0\.0 GiB are free"):
         validate_case(make_case(), "torch", CPU, store)
+
+
+def test_a_case_that_others_left_no_memory_for_is_an_error_and_not_skipped(
+    make_case: MakeCase, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(memory, "_held_bytes", lambda device: 0)
+    monkeypatch.setattr(memory, "_total_bytes", lambda device: 1 << 40)
+    row = examine(make_case(), "torch", CPU, store)
+    assert row.status == "error"
+    assert row.reason.endswith("GiB on cpu, 0.0 GiB are free of 1024.0"), row.reason
 
 
 def test_a_far_decode_needs_the_pages_it_names_and_not_its_whole_history(

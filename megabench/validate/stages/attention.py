@@ -192,12 +192,13 @@ def _count_directions(part: Slice, o: Tensor, low: Tensor, high: Tensor) -> Judg
     head of a token (their squares), and within each dim."""
     live = part.valid[:, None, None]
     up = ((o < low) & live).int() - ((o > high) & live).int()
-    counts = {"differ": int(up.abs().sum())}
-    tallies = {}
+    sums, tallies = {"differ": up.abs().sum()}, {}
     for name, direction in (("up", up), ("outward", up * o.sign().int())):
-        counts[name] = int(direction.sum())
-        counts[f"{name}_squares"] = int(direction.sum(-1).square().sum())
+        sums[name] = direction.sum()
+        sums[f"{name}_squares"] = direction.sum(-1).square().sum()
         tallies[name] = direction.sum((0, 1))
+    values = torch.stack([*sums.values()]).tolist()
+    counts = dict(zip(sums, values, strict=True))
     return Judgement(ROUNDING, counts["differ"], counts=counts, tallies=tallies)
 
 
