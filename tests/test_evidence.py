@@ -23,6 +23,7 @@ from megabench.evidence.repro import repro_script
 from megabench.results import CaseResult
 from megabench.validate import Store, examine
 from megabench.validate.judgement import Judgement
+from megabench.validate.poison import POISONS
 from megabench.validate.stages import Evidence
 from megabench.workload import build_workload
 
@@ -80,7 +81,7 @@ def test_a_failing_case_leaves_what_it_read_was_told_and_wrote(case: Case, wrong
     about = json.loads((wrong.dump / "case.json").read_text())
     assert about["row"]["reason"] == wrong.row.reason
     tensors = load_file(wrong.dump / "rank0.safetensors")
-    work = build_workload(case, CPU)
+    work = build_workload(case, CPU, POISONS[0].fills)
     assert torch.equal(tensors["inputs/qr"], work.qr)
     assert torch.equal(tensors["inputs/swa_cache"], work.swa_cache)
     assert torch.equal(tensors["calls/00.linear/x"], work.qr)

@@ -16,11 +16,11 @@ from reference.attention import CHUNK_BYTES
 
 _WEIGHT_BYTES = 16
 """A weight element's copies: checkpoint, shard, permuted, dense on both sides, one in making."""
-_CACHE_COPIES = 8
-"""A pool's: workload, layer, snapshot, restored, for two runs."""
-_WORKSPACE_COPIES = 2
-"""The layer's, and what the trace keeps of it."""
-_TOKEN_BYTES = 24
+_CACHE_COPIES = 10
+"""A pool's: workload, layer and snapshot of two runs, of a third, and two to compare with."""
+_WORKSPACE_COPIES = 5
+"""The layer's, what the trace keeps of it and found changed, and two to compare with."""
+_TOKEN_BYTES = 32
 """A head's dim of a token: Q three times in bf16, output codes, golden's output and bounds."""
 _USABLE = 0.9
 """Of a device's memory, what a process may expect to have where nobody else is."""
