@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,13 @@ def test_a_shard_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert planned.path == tmp_path / "nvidia-h200" / "h200.jsonl"
     assert read_shard(planned.path) == planned.new
     assert list(planned.path.parent.iterdir()) == [planned.path]
+
+
+def test_an_error_that_is_no_number_reads_back_as_it_was(tmp_path: Path) -> None:
+    runs = [run([row([measurement(us)], worst=math.inf)]) for us in BASE]
+    plan = plan_update(runs, tmp_path)
+    plan.write()
+    assert read_shard(plan.path).entries == plan.new.entries
 
 
 def test_a_shard_is_an_environment_line_then_sorted_facts(tmp_path: Path) -> None:
