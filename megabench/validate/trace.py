@@ -114,14 +114,10 @@ def _tensors(result: Any) -> tuple[Tensor, ...]:
 
 
 class TracingBackend:
-    """A backend that behaves like the one it wraps and records the ops called while `recording`.
+    """A backend that behaves like the one it wraps and records the ops called while `recording`."""
 
-    With `copies=False` only the arguments are kept: enough to call an op again, and cheap.
-    """
-
-    def __init__(self, backend: Backend, copies: bool = True) -> None:
+    def __init__(self, backend: Backend) -> None:
         self.wrapped = backend
-        self.copies = copies
         self._calls: list[Call] | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +147,7 @@ class TracingBackend:
             bound = signature.bind(self, *positional, **named)
             bound.apply_defaults()
             args = {key: value for key, value in bound.arguments.items() if key != "self"}
-            op = OPS[name] if self.copies else _Op()
+            op = OPS[name]
             before = _copies(args, op.reads)
             written = [n for n in op.writes if isinstance(args[n], Tensor)]
             beside = {n: unowned_words(args[n]) for n in written}
@@ -162,7 +158,7 @@ class TracingBackend:
             returned = _tensors(result)
             after = _copies(args, op.writes)
             after |= {cache: snapshot(args[cache]) for cache in op.caches}
-            results = tuple(t.clone() for t in returned) if self.copies else ()
+            results = tuple(t.clone() for t in returned)
             self._calls.append(Call(name, args, before, returned, results, after, trespass))
             return result
 

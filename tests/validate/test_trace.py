@@ -71,13 +71,6 @@ def test_a_written_cache_is_kept_with_the_bytes_between_its_pages() -> None:
     assert (after.stride(), after.shape) == (cache.stride(), cache.shape)
 
 
-def test_without_copies_only_arguments_are_kept() -> None:
-    tracing = TracingBackend(TorchBackend(), copies=False)
-    with tracing.recording() as calls:
-        tracing.linear(*linear_arguments())
-    assert (calls[0].results, calls[0].after, calls[0].before) == ((), {}, {})
-
-
 def test_a_snapshot_shares_no_memory_and_keeps_offset_and_strides() -> None:
     base = torch.arange(24, dtype=torch.int32).view(4, 6)
     view = base[1:, ::2]
