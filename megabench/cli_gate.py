@@ -75,6 +75,9 @@ def update(run: Path, accept: bool, folder: Path, prune: bool) -> None:
             "by default the gate calls such times AMBIGUOUS",
             err=True,
         )
+    commit = planned.new.header.git_commit
+    if commit is not None and commit.endswith("+dirty"):
+        click.echo(f"note: of an uncommitted tree ({commit}): nobody can check it out", err=True)
     if noisy := too_noisy(runs):
         click.echo(
             f"note: noise keeps {len(noisy)} of the times from ever being SAME by the default "

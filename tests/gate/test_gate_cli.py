@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
@@ -116,6 +117,28 @@ def test_a_baseline_of_too_few_processes_is_warned_of(call: Call, tmp_path: Path
     runs = write_all(processes(BASE[:2]), tmp_path / "base")
     _, _, err = call("baseline", "update", runs, "--dir", tmp_path / "b")
     assert "2 of 5 processes" in err
+
+
+def test_a_baseline_of_an_uncommitted_tree_is_told_of(call: Call, tmp_path: Path) -> None:
+    runs = processes(BASE)
+    for made in runs:
+        assert made.header is not None
+        made.header.git_commit = "abc+dirty"
+    folder = write_all(runs, tmp_path / "base")
+    assert "(abc+dirty)" in call("baseline", "update", folder, "--dir", tmp_path / "b")[2]
+
+
+def test_a_run_carried_from_another_machine_is_a_baseline_and_gates_itself(
+    call: Call, tmp_path: Path
+) -> None:
+    there = write_all(processes(BASE), tmp_path / "gpu" / "runs" / "bench-x5")
+    here = shutil.move(there, tmp_path / "bench-x5")
+    shards = tmp_path / "baselines"
+    assert call("baseline", "update", here, "--accept", "--dir", shards)[0] == 0
+    assert (shards / "nvidia-h200" / "h200.jsonl").is_file()
+    assert call("gate", here, "--baseline", shards)[0] == 0
+    slower = write_all(processes(SLOWER), tmp_path / "slower")
+    assert call("gate", slower, "--baseline", shards)[0] == 1
 
 
 def test_a_baseline_too_noisy_to_be_gated_by_is_told_of(call: Call, tmp_path: Path) -> None:
