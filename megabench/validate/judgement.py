@@ -206,8 +206,10 @@ def attempted(stage: str, judge: Callable[[], Judgement]) -> Judgement:
 
 
 def _numbers(*scalars: Tensor) -> list[float]:
-    """Scalars as Python numbers, moved off the device in one piece."""
-    return torch.stack([scalar.double() for scalar in scalars]).tolist() if scalars else []
+    """Scalars as Python numbers, moved off the device in one piece; those of metadata that lives on
+    the CPU join the device's."""
+    home = next((scalar.device for scalar in scalars if scalar.is_cuda), torch.device("cpu"))
+    return torch.stack([scalar.to(home).double() for scalar in scalars]).tolist() if scalars else []
 
 
 def ratio_of(excess: Tensor, bound: Tensor) -> Tensor:
