@@ -206,10 +206,15 @@ def attempted(stage: str, judge: Callable[[], Judgement]) -> Judgement:
 
 
 def _numbers(*scalars: Tensor) -> list[float]:
-    """Scalars as Python numbers, moved off the device in one piece; those of metadata that lives on
-    the CPU join the device's."""
-    home = next((scalar.device for scalar in scalars if scalar.is_cuda), torch.device("cpu"))
-    return torch.stack([scalar.to(home).double() for scalar in scalars]).tolist() if scalars else []
+    """Scalars as Python numbers, moved off each device in one piece."""
+    found = [0.0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        here = [i for i, scalar in enumerate(scalars) if scalar.device == device]
+        for i, value in zip(
+            here, torch.stack([scalars[i].double() for i in here]).tolist(), strict=True
+        ):
+            found[i] = value
+    return found
 
 
 def ratio_of(excess: Tensor, bound: Tensor) -> Tensor:
