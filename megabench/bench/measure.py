@@ -16,7 +16,7 @@ from megabench.bench.cupti import Spans
 from megabench.bench.phases import PhaseClock
 from megabench.bench.recheck import Copy, observe, recheck
 from megabench.bench.roofline import place
-from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation
+from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation, turn_problem
 from megabench.bench.sampling import MIN_PAIRS, Policy, Sampled, interleave, paired_ratio, summarise
 from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_readings
 from megabench.bench.timers import (
@@ -181,7 +181,9 @@ def _row(
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
     placed = place(arm.work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    wrong = _recheck_all(ready, expected, flip=summary.median <= FLIP_LIMIT_US)
+    wrong = turn_problem(timer.counts) or _recheck_all(
+        ready, expected, flip=summary.median <= FLIP_LIMIT_US
+    )
     if wrong is None and len(values) < CLEAN_SHARE * (len(values) + watch.discarded):
         wrong = f"{watch.discarded} samples fell under {telemetry.invalid}; too few are left"
     checked = None

@@ -46,6 +46,14 @@ def plan_rotation(
     return Rotation(sets, rotated, sweep=rotated <= L2_MULTIPLE * l2_bytes or sets == 1)
 
 
+def turn_problem(counts: list[int]) -> str | None:
+    """What is wrong when copies replayed `counts` times were not taken in turn; None when they
+    were: then none came round again before all others, and a copy was warm only if all are."""
+    if max(counts) - min(counts) <= 1:
+        return None
+    return f"the copies were not replayed in turn, but {min(counts)} to {max(counts)} times"
+
+
 def storages(calls: list[OpCall]) -> dict[int, int]:
     """Address and size in bytes of every storage behind these calls' arguments.
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megabench.bench.ceilings import load_ceilings
 from megabench.bench.peaks import find_peak, load_peaks
 from megabench.bench.roofline import measured_rates, place
-from megabench.bench.rotation import L2_MULTIPLE, MAX_SETS, plan_rotation
+from megabench.bench.rotation import L2_MULTIPLE, MAX_SETS, plan_rotation, turn_problem
 from megabench.bench.telemetry import FakeProbe, NullProbe, Reading, make_probe, summarise_readings
 from megabench.bench.work import Work
 from megabench.results import Ceiling, Ceilings
@@ -98,6 +98,15 @@ def test_a_rotation_exceeds_the_l2_or_is_swept(touched: int, copy: int, l2: int)
     assert plan.bytes_rotated == plan.sets * touched
     assert plan.sweep or plan.bytes_rotated > L2_MULTIPLE * l2
     assert plan.sets == 1 or plan.sets * copy <= 64 << 30
+
+
+@pytest.mark.parametrize("counts", [[7], [3, 3, 2, 2], [1, 1, 0]])
+def test_copies_in_turn_are_no_problem(counts: list[int]) -> None:
+    assert turn_problem(counts) is None
+
+
+def test_one_copy_replayed_for_all_is_a_problem() -> None:
+    assert turn_problem([20, 0, 0]) == "the copies were not replayed in turn, but 0 to 20 times"
 
 
 def test_a_thermal_slowdown_invalidates_and_a_power_cap_labels() -> None:
