@@ -78,7 +78,11 @@ class Trials:
             obstacle = str(short)
         if obstacle:
             return Finding(fault, "not runnable here", reason=obstacle)
-        right = self._run_right(case, fault.wear.right)
+        try:
+            right = self._run_right(case, fault.wear.right)
+        except Exception as error:
+            reason = f"without it {fault.case} raises {_said(error)}"
+            return Finding(fault, "error", reason=reason)
         wrong = [stage for stage in right.stages if stage.verdict and not stage.ok]
         if wrong:
             reason = f"without it {fault.case} is wrong: {wrong[0].name}: {wrong[0].message}"
@@ -86,8 +90,7 @@ class Trials:
         try:
             run = self._run(case, fault.wear.faulty)
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            return Finding(fault, "killed", {RAISED: True}, reason)
+            return Finding(fault, "killed", {RAISED: True}, _said(error))
         return _judge(fault, run, changed=run.digest != right.digest)
 
     def _run_right(self, case: Case, put_on: PutOn) -> _Run:
@@ -105,6 +108,10 @@ class Trials:
             self._store.on_rank = witness.rank
             stages = validate_case(case, WORN, self._store.device, self._store)
         return _Run(witness.digest(), stages)
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _plain_id(case: Case) -> str:

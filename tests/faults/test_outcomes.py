@@ -101,6 +101,19 @@ def test_no_fault_is_killed_on_a_backend_that_is_wrong_by_itself() -> None:
     assert "is wrong: wq_b_linear" in finding.reason
 
 
+class Broken(TorchBackend):
+    """Raises without any fault."""
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+
+def test_no_fault_is_killed_on_a_backend_that_raises_by_itself() -> None:
+    finding = Trials(load_suite("faults").cases, f"{__name__}:Broken", CPU).of(CATALOGUE["R3"])
+    assert finding.outcome == "error"
+    assert finding.reason.endswith("raises RuntimeError: no such instruction")
+
+
 def test_two_faults_cannot_have_one_id() -> None:
     with pytest.raises(ValueError, match="R3 is registered twice"):
         fault("R3", "again", TWO, "lse_decode")(nothing_at_all)
