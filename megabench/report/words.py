@@ -55,7 +55,7 @@ def ratio(value: float | None) -> str:
         return NONE
     if math.isnan(value):
         return "NaN"
-    return digits(value) if value < 1e6 else f"{value:.1e}"
+    return digits(value) if value < 1e6 or math.isinf(value) else f"{value:.1e}"
 
 
 def size(value: float | None) -> str:

@@ -251,3 +251,8 @@ def test_markers_are_explained_where_series_are_too_many_to_name_them() -> None:
         row.case["tp"], row.case_id = tp, f"r1-nvfp4-tp{tp}-1q1s4k"
         many.cases.append(row)
     assert ">decode</text>" in render(many)
+
+
+def test_a_run_that_timed_nothing_has_no_tiles_for_times() -> None:
+    assert "roofline fraction" in render(bench_run())
+    assert "roofline fraction" not in render(validate_run())

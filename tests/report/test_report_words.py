@@ -40,7 +40,7 @@ def test_percents(value: float | None, text: str) -> None:
 
 
 def test_an_infinite_ratio_is_shown_and_never_hidden() -> None:
-    assert ratio(math.inf) == "inf"
+    assert ratio(math.inf) == "∞"
     assert ratio(math.nan) == "NaN"
     assert ratio(0.0) == "0"
 
