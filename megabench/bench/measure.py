@@ -35,8 +35,8 @@ from megabench.results.schema import Column
 COLUMNS: dict[str, tuple[Column, ...]] = {"cpu": ("cpu",), "cuda": ("cold", "warm", "eager")}
 FLIP_LIMIT_US = 50_000.0
 """Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
-EAGER_SAMPLES = 24
-"""Three in each of the rounds that arms compared with each other take."""
+EAGER_SAMPLES = 16
+"""Two in each of the rounds that arms compared with each other take."""
 CLEAN_SHARE = 0.5
 """Least share of samples that telemetry must leave for a row to count."""
 
