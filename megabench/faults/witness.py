@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterable
 from typing import Any, cast
@@ -38,8 +37,8 @@ class Witness:
 
     def for_live_heads(self, live_heads: int) -> Witness:
         """One that adds to the same digest."""
-        narrowed = copy.copy(self)
-        narrowed._wrapped = for_live_heads(self._wrapped, live_heads)
+        narrowed = Witness(for_live_heads(self._wrapped, live_heads))
+        narrowed._hash = self._hash
         return narrowed
 
     def as_backend(self) -> Backend:

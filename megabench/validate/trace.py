@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megabench.backends.base import Backend
+from megabench.backends.base import Backend, for_live_heads
 from megabench.validate.device import check_launch
 from megabench.validate.judgement import bits_of
 
@@ -118,7 +118,8 @@ class TracingBackend:
 
     def __init__(self, backend: Backend) -> None:
         self.wrapped = backend
-        self._calls: list[Call] | None = None
+        self._recordings: list[list[Call]] = []
+        """The one in progress, if any; shared with what `for_live_heads` gave."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.wrapped, name)
@@ -128,11 +129,17 @@ class TracingBackend:
     def recording(self) -> Iterator[list[Call]]:
         """Collect the calls made inside, in order."""
         calls: list[Call] = []
-        self._calls = calls
+        self._recordings.append(calls)
         try:
             yield calls
         finally:
-            self._calls = None
+            self._recordings.pop()
+
+    def for_live_heads(self, live_heads: int) -> TracingBackend:
+        """One whose calls are collected with this one's."""
+        narrowed = TracingBackend(for_live_heads(self.wrapped, live_heads))
+        narrowed._recordings = self._recordings
+        return narrowed
 
     def as_backend(self) -> Backend:
         """Itself, typed as what it stands in for."""
@@ -142,7 +149,7 @@ class TracingBackend:
         signature = inspect.signature(getattr(Backend, name))
 
         def call(*positional: Any, **named: Any) -> Any:
-            if self._calls is None:
+            if not self._recordings:
                 return method(*positional, **named)
             bound = signature.bind(self, *positional, **named)
             bound.apply_defaults()
@@ -159,7 +166,9 @@ class TracingBackend:
             after = _copies(args, op.writes)
             after |= {cache: snapshot(args[cache]) for cache in op.caches}
             results = tuple(t.clone() for t in returned)
-            self._calls.append(Call(name, args, before, returned, results, after, trespass))
+            self._recordings[-1].append(
+                Call(name, args, before, returned, results, after, trespass)
+            )
             return result
 
         return call

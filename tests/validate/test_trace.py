@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 
 from megabench.backends import Backend, TorchBackend
+from megabench.backends.base import for_live_heads
 from megabench.backends.registry import _op_names
+from megabench.faults.base import wearing
+from megabench.faults.witness import Witness
 from megabench.validate.trace import OPS, TracingBackend, snapshot, whole
 
 
@@ -44,6 +50,29 @@ def test_calls_are_recorded_in_order_and_only_while_recording() -> None:
     assert calls[0].args.keys() == {"x", "w", "sw"}
     assert calls[0].args["sw"] is sw
     assert len(calls[1].args["x"]) == 1
+
+
+class Narrowing(TorchBackend):
+    live = 64
+
+    def for_live_heads(self, live_heads: int) -> Narrowing:
+        narrowed = Narrowing(self.page_layout)
+        narrowed.live = live_heads
+        return narrowed
+
+
+@pytest.mark.parametrize("wrap", [TracingBackend, Witness, lambda wrapped: wearing(wrapped, {})])
+def test_wrappers_pass_the_number_of_live_heads_on(wrap: Callable[[Backend], Any]) -> None:
+    narrowed = for_live_heads(wrap(Narrowing()), 8)
+    assert not isinstance(narrowed, Narrowing)
+    assert narrowed.live == 8  # type: ignore[attr-defined]
+
+
+def test_calls_of_a_backend_for_few_live_heads_are_recorded_with_the_others() -> None:
+    tracing = TracingBackend(TorchBackend())
+    with tracing.recording() as calls:
+        tracing.for_live_heads(8).linear(*linear_arguments())
+    assert [call.op for call in calls] == ["linear"]
 
 
 def test_recorded_results_survive_later_writes() -> None:
