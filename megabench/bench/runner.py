@@ -98,11 +98,13 @@ class BenchRun:
         """Bench one case on every backend; one row each, whatever happens."""
         clock = self._bench.clock
         clock.start()
-        rows = {name: self._admit(case, name) for name in backends}
-        able = [name for name in backends if rows[name].status == "measured"]
-        comparisons: list[Comparison] = []
-        if able:
-            comparisons = self._measure(case, able, rows)
+        try:
+            rows = {name: self._admit(case, name) for name in backends}
+            able = [name for name in backends if rows[name].status == "measured"]
+            comparisons = self._measure(case, able, rows) if able else []
+        finally:
+            with clock.phase("setup"):
+                self._clear()
         seconds, phases = clock.stop(len(rows))
         for row in rows.values():
             row.seconds, row.phases = seconds, phases
@@ -146,19 +148,15 @@ class BenchRun:
         self, case: Case, able: Sequence[str], rows: dict[str, CaseResult]
     ) -> list[Comparison]:
         """Time every op of a case; a backend that breaks ends in error, the others go on."""
-        try:
-            with self._bench.clock.phase("setup"):
-                arms = self._arms(case, able, rows)
-            comparisons = []
-            for op in OP_ORDER:
-                present = [a[op] for n, a in arms.items() if op in a and not _broken(rows[n])]
-                if present:
-                    comparisons += self._measure_op(present, rows)
-            named = {"suite": self.suite, "case_id": case.id}
-            return [comparison.model_copy(update=named) for comparison in comparisons]
-        finally:
-            with self._bench.clock.phase("setup"):
-                self._clear()
+        with self._bench.clock.phase("setup"):
+            arms = self._arms(case, able, rows)
+        comparisons = []
+        for op in OP_ORDER:
+            present = [a[op] for n, a in arms.items() if op in a and not _broken(rows[n])]
+            if present:
+                comparisons += self._measure_op(present, rows)
+        named = {"suite": self.suite, "case_id": case.id}
+        return [comparison.model_copy(update=named) for comparison in comparisons]
 
     def _clear(self) -> None:
         """Give back what a case took. What is left stays: no collection, ours or one amid samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 import torch
 
 from megabench.backends import TorchBackend
+from megabench.bench import runner
+from megabench.bench.arms import step_arms
 from megabench.bench.ceilings import CACHE_FILE
+from megabench.bench.measure import Arm
 from megabench.bench.runner import BenchRun, Judge
 from megabench.bench.sampling import Policy
 from megabench.cases import Case
@@ -194,6 +198,30 @@ def test_a_backend_that_does_not_do_its_work_again_is_caught(
     assert {m.op: m.problem for m in row.measurements if m.problem}[op] == (
         "outputs do not change with a changed input"
     )
+
+
+def test_nothing_of_a_case_outlives_it(
+    start: Callable[..., BenchRun], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What hundreds of cases leave behind would not fit the device, cycles or not."""
+    seen: list[weakref.ref[Any]] = []
+
+    def watched(*args: Any) -> dict[str, Arm]:
+        arms = step_arms(*args)
+        for arm in arms.values():
+            vars(arm.first)["loop"] = arm
+        written = [t for arm in arms.values() for t in arm.first.targets]
+        # The caches of a shard's first case stay with the layer that lends its weights.
+        seen.extend(weakref.ref(t.tensor) for t in written if t.pages is None)
+        seen.extend(weakref.ref(arm) for arm in arms.values())
+        return arms
+
+    monkeypatch.setattr(runner, "step_arms", watched)
+    start().run_case(
+        Case(model=model, batch="1q1s40"), ["torch", "megabench.backends:TorchBackend"]
+    )
+    assert len(seen) > 15
+    assert not [ref for ref in seen if ref() is not None]
 
 
 def test_rows_name_the_command_that_repeats_them(
