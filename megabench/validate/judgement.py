@@ -210,9 +210,9 @@ def _numbers(*scalars: Tensor) -> list[float]:
     found = [0.0] * len(scalars)
     for device in {scalar.device for scalar in scalars}:
         here = [i for i, scalar in enumerate(scalars) if scalar.device == device]
-        for i, value in zip(
-            here, torch.stack([scalars[i].double() for i in here]).tolist(), strict=True
-        ):
+        alike = len({scalars[i].dtype for i in here}) == 1
+        parts = [scalars[i] if alike else scalars[i].double() for i in here]
+        for i, value in zip(here, torch.stack(parts).tolist(), strict=True):
             found[i] = value
     return found
 
