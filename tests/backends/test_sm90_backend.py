@@ -11,6 +11,7 @@ import torch
 from megabench.backends.sm90 import backend as module
 from megabench.backends.sm90 import nvrtc
 from megabench.backends.sm90.backend import Sm90Backend
+from megabench.backends.sm90.launch import Shape
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8
 from megabench.geometry import Geometry
@@ -52,10 +53,10 @@ class FakeKernel:
     def __init__(self) -> None:
         self.params: Any = None
 
-    def split_for(self, items: int, blocks: int) -> int:
-        return 1
+    def shape_for(self, items: int, blocks: int) -> Shape:
+        return Shape()
 
-    def launch(self, params: Any, split: int) -> None:
+    def launch(self, params: Any, shape: Shape) -> None:
         self.params = params
 
 
@@ -110,12 +111,29 @@ def test_other_calls_go_to_the_inherited_op(launched: FakeKernel, changes: dict[
     assert launched.params is None
 
 
-def test_page_split_and_few_live_heads_go_to_the_inherited_op(launched: FakeKernel) -> None:
+def test_page_split_goes_to_the_inherited_op(launched: FakeKernel) -> None:
     split = Sm90Backend("page_split").fused_norm_rope_attn_rope_cast_decode(**call())
-    few = Sm90Backend().for_live_heads(16).fused_norm_rope_attn_rope_cast_decode(**call())
-    assert split[0] == few[0] == "inherited"
-    all_live = Sm90Backend().for_live_heads(64).fused_norm_rope_attn_rope_cast_decode(**call())
-    assert isinstance(all_live[0], torch.Tensor)
+    assert split[0] == "inherited"
+
+
+@pytest.mark.parametrize("tokens", [1, TOKENS])
+@pytest.mark.parametrize("live", [8, 64])
+def test_the_kernel_serves_any_number_of_tokens_and_live_heads(
+    launched: FakeKernel, tokens: int, live: int
+) -> None:
+    names = ("q", "indices", "topk_length", "extra_indices", "token_positions")
+    changes = {name: call()[name][:tokens] for name in names}
+    backend = Sm90Backend().for_live_heads(live)
+    out = backend.fused_norm_rope_attn_rope_cast_decode(**call(**changes))
+    assert isinstance(out[0], torch.Tensor)
+    assert launched.params.items == tokens
+
+
+def test_no_token_launches_nothing(launched: FakeKernel) -> None:
+    names = ("q", "indices", "topk_length", "extra_indices", "token_positions")
+    changes = {name: call()[name][:0] for name in names}
+    out = Sm90Backend().fused_norm_rope_attn_rope_cast_decode(**call(**changes))
+    assert out[0] == "inherited"
 
 
 def test_a_misuse_is_named_before_anything_runs(launched: FakeKernel) -> None:

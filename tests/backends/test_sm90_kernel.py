@@ -85,27 +85,42 @@ def test_a_slot_divides_by_its_page_exactly(page: int, slot: int) -> None:
     assert slot * magic >> shift == slot // page
 
 
-def kernel_with_room(clusters: dict[int, int]) -> launch.DecodeKernel:
-    kernel = object.__new__(launch.DecodeKernel)
-    kernel._clusters = clusters
-    return kernel
-
-
-H200 = {8: 15, 6: 20, 5: 24, 4: 30, 3: 42, 2: 66}
+H200 = {10: 7, 8: 15, 6: 17, 5: 22, 4: 30, 3: 39, 2: 66}
+"""Clusters of each size that an H200 runs at once."""
 
 
 @pytest.mark.parametrize(
-    ("items", "blocks", "split"),
-    [(1, 10, 8), (15, 10, 8), (20, 10, 6), (24, 10, 5), (30, 10, 4), (32, 10, 3), (66, 10, 2)],
+    ("items", "shape"),
+    [
+        (1, (10, 4)),
+        (2, (5, 8)),
+        (4, (5, 4)),
+        (8, (5, 2)),
+        (16, (5, 1)),
+        (26, (4, 1)),
+        (32, (2, 2)),
+        (39, (3, 1)),
+        (66, (2, 1)),
+        (67, (1, 1)),
+    ],
 )
-def test_few_items_are_split_over_the_largest_cluster_that_helps(
-    items: int, blocks: int, split: int
-) -> None:
-    assert kernel_with_room(H200).split_for(items, blocks) == split
+def test_few_items_take_the_shape_that_was_fastest(items: int, shape: tuple[int, int]) -> None:
+    assert launch.shape_for(items, 10, H200) == shape
 
 
-def test_many_items_and_single_blocks_are_not_split() -> None:
-    kernel = kernel_with_room(H200)
-    assert kernel.split_for(67, 10) == 1
-    assert kernel.split_for(1, 1) == 1
-    assert kernel.split_for(1, 2) == 2
+@settings(deadline=None, max_examples=200)
+@given(st.integers(1, 100), st.integers(1, 40))
+def test_every_shape_runs_at_once_and_fits_shared_memory(items: int, blocks: int) -> None:
+    split, replicas = launch.shape_for(items, blocks, H200)
+    if split == 1:
+        assert replicas == 1
+        return
+    assert split <= blocks
+    assert items * replicas <= H200[split]
+    units = 64 // replicas  # of 2 KB a rank, in a power of two of places (layout.cuh)
+    places = 1 << (-(-units // split) - 1).bit_length()
+    assert places * 2 * split <= 192
+
+
+def test_a_single_block_is_not_split() -> None:
+    assert launch.shape_for(1, 1, H200) == (1, 1)

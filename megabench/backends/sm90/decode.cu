@@ -3,6 +3,8 @@
 //
 // Work item: one token x 64 heads. A CTA is persistent over items (split 1), or a cluster of
 // `split` CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
+// Very few tokens leave SMs over: several clusters then compute one item, and each reduces a part of
+// its heads, for the reduction is the longest step.
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
 //   convert   records -> staging ring (cp.async) -> bf16 tile              TileFree  -> TileFull
@@ -24,7 +26,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(~0u, thread / kRoleThreads, 0);
   const int warp = __shfl_sync(~0u, (thread / 32) & 3, 0);
   const int rank = p.split > 1 ? cluster_rank() : 0;
-  const int first_item = blockIdx.x / p.split, item_step = gridDim.x / p.split;
+  const int cluster = blockIdx.x / p.split, first_item = cluster / p.replicas;
+  const int item_step = gridDim.x / p.split;
 
   if (thread == 0) {
     for (int x = 0; x < 2; x++) {
@@ -43,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shrink_registers<kConvertRegisters>();
     convert_role(p, smem, warp, first_item, item_step);
     if (p.split > 1) {
-      cluster_sync();
+      cluster_meet();
       cluster_sync();
     }
   } else if (role == 1) {

@@ -24,7 +24,8 @@ constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
 constexpr int kThreads = 512, kRoleThreads = 128;
 
-// One CTA in a cluster of `split` works on its share of an item's blocks.
+// One CTA in a cluster of `split` works on its share of an item's blocks. `replicas` clusters work on
+// one item, all on all of it, and each finishes a part of the heads.
 struct Params {
   const u16* q;              // bf16 [s_q][32 chunks][padded heads][16]
   const u8* pool[2];         // sliding-window cache, extra cache (or null)
@@ -46,6 +47,7 @@ struct Params {
   int items;                 // tokens x head tiles
   int head_tiles;            // padded heads / 64
   int split;                 // CTAs per cluster
+  int replicas;              // clusters per item, a power of two
   float scale_log2;          // sm_scale * log2(e)
 };
 
@@ -109,6 +111,28 @@ struct Lane {
 template <class T> DEVICE T pick(const T (&pair)[2], int extra) {
   return extra ? pair[1] : pair[0];
 }
+
+// What a CTA of a cluster finishes, in units: a 32-dim chunk of a wo_a group (eight heads), and the
+// chunk 256 dims further on. A replica has its share of the groups; of its n units, unit u belongs
+// to rank u * split / n.
+constexpr int kUnitsPerGroup = kOutChunks / 2;
+struct Share {
+  int group0, groups;  // of the replica
+  int bits;            // log2 of its units
+  int unit0, owned;    // this rank's
+  int places;          // unit u's place in its owner's memory is u & places
+
+  DEVICE Share(const Params& p, int rank) {
+    const u32 split = p.split;
+    groups = kHeads / kWvGroup / p.replicas;
+    group0 = blockIdx.x / split % p.replicas * groups;
+    const int units = groups * kUnitsPerGroup;
+    bits = 31 - __clz(units);
+    unit0 = (units * rank + split - 1) / split;
+    owned = (units * (rank + 1) + split - 1) / split - unit0;
+    places = (1 << (32 - __clz((units - 1) / split))) - 1;
+  }
+};
 
 // The token of a work item, and its first head. head_tiles is 1 or 2.
 DEVICE int token_of(const Params& p, int item) { return item >> (p.head_tiles - 1); }

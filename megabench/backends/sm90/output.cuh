@@ -193,26 +193,22 @@ struct Output {
     *scale_out(item, 2 * me.warp + r, half * 8 + j, me.row >> 2) = transpose_bytes(bytes, me.row);
   }
 
-  // First group that a rank owns; group g belongs to rank g * split / 8.
-  DEVICE int first_group(int rank) const {
-    return (kHeads / kWvGroup * rank + p.split - 1) / p.split;
-  }
-
-  // Every CTA of the cluster owns some groups: it gets their partial outputs from all ranks in
-  // place of its Q and KV tiles ([group][chunk][rank] fragments of 1 KB), adds and finishes them.
+  // Every CTA of the cluster finishes some units: it gets their partial outputs from all ranks in
+  // place of its Q and KV tiles ([unit][half][rank] fragments of 1 KB), adds and stores them.
   DEVICE void reduce_over_cluster(int item, int rank) {
-    const int split = p.split, group0 = first_group(rank), owned = first_group(rank + 1) - group0;
-    cluster_sync();
+    const int split = p.split;
+    const Share share(p, rank);
+    cluster_meet();
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int group = 2 * me.warp + r;
-      const int owner = group * split / (kHeads / kWvGroup);
-      const u32 place = (group - first_group(owner)) * kOutChunks * split + rank;
-      const u32 remote = map_to_rank(smem + kSmemQ + place * 1024, owner) + me.lane * 16;
+      const int group = 2 * me.warp + r - share.group0;
+      if (group < 0 || group >= share.groups) continue;
 #pragma unroll
-      for (int j = 0; j < 8; j++) {
+      for (int j = 0; j < kUnitsPerGroup; j++) {
+        const int unit = group * kUnitsPerGroup + j, owner = unit * split >> share.bits;
+        const u32 place = ((unit & share.places) * 2 + half) * split + rank;
+        const u32 at = map_to_rank(smem + kSmemQ + place * 1024, owner) + me.lane * 16;
         const Chunk c = fragment(j, r);
-        const u32 at = remote + (half * 8 + j) * split * 1024;
         store_remote4(at, c.v[0], c.v[1], c.v[2], c.v[3]);
         store_remote4(at + 512, c.v[4], c.v[5], c.v[6], c.v[7]);
       }
@@ -220,18 +216,19 @@ struct Output {
     cluster_sync();
     const float2* parts = (const float2*)(mem + kSmemRaw);  // [rank][head]: reference, sum
     const float* cos_sin = (const float*)(mem + kSmemCosSin);
-    const int head0 = first_head(p, item), pitch = split * 256;  // floats from chunk to chunk
+    const int head0 = first_head(p, item), pitch = split * 256;  // floats from half to half
 #pragma unroll 1
-    for (int k = 4 * half + me.warp; k < owned * kOutChunks; k += kOutChunks) {  // and k + 8
-      const int group = group0 + k / kOutChunks, chunk = k % kOutChunks;
-      const int head = group * kWvGroup + me.row;
+    for (int k = 4 * half + me.warp; k < share.owned; k += 8) {
+      const int unit = share.unit0 + k, chunk = unit % kUnitsPerGroup;
+      const int group = share.group0 + unit / kUnitsPerGroup, head = group * kWvGroup + me.row;
       const float2* mine = parts + head;
       const float sink = ((const float*)(mem + kSmemSink))[head0 + head];
       float reference = kNoReference, sum = 0.f;
 #pragma unroll 2
       for (int s = 0; s < split; s++) reference = fmaxf(reference, mine[s * kHeads].x);
       Chunk c[2] = {};
-      const float* part = (const float*)(mem + kSmemQ) + k * pitch + me.lane * 4;
+      const float* part =
+          (const float*)(mem + kSmemQ) + (unit & share.places) * 2 * pitch + me.lane * 4;
 #pragma unroll 2
       for (int s = 0; s < split; s++, part += 256) {
         const float2 t = mine[s * kHeads];
@@ -239,7 +236,7 @@ struct Output {
         sum = fmaf(t.y, weight, sum);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
-          const float4 a = *(const float4*)(part + n / 2 * 8 * pitch + n % 2 * 128);
+          const float4 a = *(const float4*)(part + n / 2 * pitch + n % 2 * 128);
           float* v = c[n / 2].v + n % 2 * 4;
           v[0] = fmaf(a.x, weight, v[0]);
           v[1] = fmaf(a.y, weight, v[1]);

@@ -312,7 +312,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
         if (me.lane == 0) mbar_arrive(smem + kBarInverse);
       }
     } else {
-      cluster_sync();  // every CTA's tiles and staging ring are free
+      cluster_meet();  // every CTA's tiles and staging ring are free
       if (me.warp < 2)
         for (int peer = 0; peer < p.split; peer++)
           store_remote2(map_to_rank(smem + kSmemRaw + (rank * kHeads + head) * 8, peer), t.x, t.y);
