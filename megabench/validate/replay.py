@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.metadata import DeepseekSparseSWAMetadata, DeepseekV4FlashMLAMetadata
+from megabench.validate.device import taken_error
 from megabench.validate.judgement import Judgement, judge_same
 from megabench.validate.poison import POISONS
 from megabench.validate.step import Buffers, forward, ready
@@ -66,6 +67,8 @@ def _repeated(step: Callable[[], Tensor], device: torch.device) -> tuple[Callabl
                 graph.capture_end()
     except RuntimeError as error:
         torch.cuda.synchronize(device)
+        taken_error()  # the capture's, which no op is to answer for
+        _last_graph.clear()  # nor a later capture to find its pool half open
         return step, f"called again, for it cannot be captured: {_first_cause(error)}"
     torch.cuda.current_stream(device).wait_stream(side)
     _last_graph[:] = [graph]
