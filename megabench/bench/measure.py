@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -156,36 +157,14 @@ def _row(
     outcome: Sampled,
     expected: list[torch.Tensor],
 ) -> Measurement:
-    timer, values = ready.timer, outcome.values
-    telemetry = summarise_readings(bench.probe.source, watch.readings)
-    common = {
-        "op": arm.op,
-        "column": column,
-        "method": timer.method,
-        "calls": arm.calls,
-        "kernels": count_kernels(arm.first.run) if column == "eager" and arm.op == STEP else None,
-        "sets": timer.sets,
-        "bytes_rotated": ready.rotation.bytes_rotated if ready.rotation else None,
-        "samples_us": values,
-        "n": len(values),
-        "discarded": watch.discarded,
-        "stop_reason": outcome.reason,
-        "overhead_us": timer.overhead_us,
-        "flops": arm.work.flops,
-        "bytes_compulsory": arm.work.bytes_compulsory,
-        "bytes_issued": arm.work.bytes_issued,
-        "telemetry": telemetry,
-    }
+    timer, work, values = ready.timer, arm.work, outcome.values
+    common = _as_taken(bench, arm, column, ready, watch, outcome)
     note = "; ".join(filter(None, (timer.note, arm.note)))
     if not values:
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
-    placed = place(arm.work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    wrong = turn_problem(timer.counts) or _recheck_all(
-        ready, expected, flip=summary.median <= FLIP_LIMIT_US
-    )
-    if wrong is None and len(values) < CLEAN_SHARE * (len(values) + watch.discarded):
-        wrong = f"{watch.discarded} samples fell under {telemetry.invalid}; too few are left"
+    placed = place(work, summary.median, column, bench.ceilings, bench.l2_bytes)
+    wrong = _wrong(ready, watch, len(values), expected, flip=summary.median <= FLIP_LIMIT_US)
     checked = None
     if bench.spans is not None and isinstance(timer, EventTimer):
         checked = bench.spans.check(timer, summary.median)
@@ -200,8 +179,8 @@ def _row(
             "min_us": summary.minimum,
             "ci_us": summary.ci,
             "rechecked": wrong is None,
-            "flops_per_s": arm.work.flops / summary.median * 1e6,
-            "bytes_per_s": arm.work.bytes_compulsory / summary.median * 1e6,
+            "flops_per_s": work.flops / summary.median * 1e6,
+            "bytes_per_s": work.bytes_compulsory / summary.median * 1e6,
             "bound": placed.bound,
             "floor_us": placed.floor_us,
             "roofline_fraction": placed.fraction,
@@ -211,6 +190,42 @@ def _row(
             "cross_check": checked,
         }
     )
+
+
+def _as_taken(
+    bench: Bench, arm: Arm, column: Column, ready: _Prepared, watch: _Watch, outcome: Sampled
+) -> dict[str, Any]:
+    """A row's fields that say how its samples came about."""
+    timer, rotation = ready.timer, ready.rotation
+    return {
+        "op": arm.op,
+        "column": column,
+        "method": timer.method,
+        "calls": arm.calls,
+        "kernels": count_kernels(arm.first.run) if column == "eager" and arm.op == STEP else None,
+        "sets": timer.sets,
+        "bytes_rotated": rotation.bytes_rotated if rotation else None,
+        "samples_us": outcome.values,
+        "n": len(outcome.values),
+        "discarded": watch.discarded,
+        "stop_reason": outcome.reason,
+        "overhead_us": timer.overhead_us,
+        "flops": arm.work.flops,
+        "bytes_compulsory": arm.work.bytes_compulsory,
+        "bytes_issued": arm.work.bytes_issued,
+        "telemetry": summarise_readings(bench.probe.source, watch.readings),
+    }
+
+
+def _wrong(
+    ready: _Prepared, watch: _Watch, kept: int, expected: list[torch.Tensor], *, flip: bool
+) -> str | None:
+    """Why the samples stand for nothing: the turn of copies, their outputs, too few of them."""
+    wrong = turn_problem(ready.timer.counts) or _recheck_all(ready, expected, flip=flip)
+    if wrong is None and kept < CLEAN_SHARE * (kept + watch.discarded):
+        state = summarise_readings("none", watch.readings).invalid
+        wrong = f"{watch.discarded} samples fell under {state}; too few are left"
+    return wrong
 
 
 _NO_SAMPLES = {

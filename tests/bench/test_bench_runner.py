@@ -6,6 +6,7 @@ import json
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megabench.bench.ceilings import CACHE_FILE
 from megabench.bench.measure import Arm
 from megabench.bench.runner import BenchRun, Judge
 from megabench.bench.sampling import Policy
+from megabench.bench.telemetry import FakeProbe, Reading
 from megabench.cases import Case
 from megabench.results import Ceiling, Ceilings, RunFolder, StageResult, read_run
 
@@ -198,6 +200,39 @@ def test_a_backend_that_does_not_do_its_work_again_is_caught(
     assert {m.op: m.problem for m in row.measurements if m.problem}[op] == (
         "outputs do not change with a changed input"
     )
+
+
+HOT, COOL = Reading(throttle_mask=0x40), Reading(throttle_mask=0x4)
+"""A hardware thermal slowdown, and a software power cap."""
+
+
+def under(run: BenchRun, readings: list[Reading]) -> BenchRun:
+    """The run on a device that is read as `readings`, the last one for good."""
+    run._bench = replace(run._bench, probe=FakeProbe(readings))
+    return run
+
+
+def test_a_device_that_stays_too_hot_gives_an_invalid_row_not_an_empty_one(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    (row,) = under(start(), [HOT]).run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    assert row.status == "error"
+    assert "INVALID: every sample fell under a hardware or thermal slowdown" in row.reason
+    assert all(m.n == 0 and m.discarded >= 3 for m in row.measurements)
+
+
+def test_too_few_samples_left_by_the_heat_are_a_problem_and_a_power_cap_is_none(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    run = under(start(), [HOT] * 10 + [COOL])
+    (row,) = run.run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    first, *later = row.measurements
+    assert first.discarded == 10
+    assert first.problem is not None
+    assert first.problem.endswith("fell under hardware thermal slowdown; too few are left")
+    assert first.samples_us
+    assert all(m.problem is None and not m.discarded for m in later)
+    assert all(m.telemetry is not None and m.telemetry.throttle_mask == 0x4 for m in later)
 
 
 def test_nothing_of_a_case_outlives_it(
