@@ -224,7 +224,7 @@ def test_a_device_that_stays_too_hot_gives_an_invalid_row_not_an_empty_one(
 def test_too_few_samples_left_by_the_heat_are_a_problem_and_a_power_cap_is_none(
     start: Callable[..., BenchRun], model: str
 ) -> None:
-    run = under(start(), [HOT] * 30 + [COOL])
+    run = under(start(policy=replace(QUICK, timeout=5.0)), [HOT] * 30 + [COOL])
     (row,) = run.run_case(Case(model=model, batch="1q1s40"), ["torch"])
     first, *later = row.measurements
     assert first.discarded == 30
