@@ -119,8 +119,20 @@ def judge_equal(
     if got.shape != golden.shape:
         return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
     wrong = bits_of(got) != bits_of(golden)
+    if mask is not None:
+        mask = _over(mask, wrong)
+        wrong = wrong & mask
+    wanted = [wrong.any()] if mask is None else [wrong.any(), mask.sum()]
+    flag, *rest = _numbers(*wanted)
+    if not flag:
+        return Judgement(stage, int(rest[0]) if rest else wrong.numel())
     ratio = torch.where(wrong, math.inf, 0.0)
     return judge_ratio(stage, ratio, axes, mask, first, got=got, golden=golden)
+
+
+def _over(mask: Tensor, values: Tensor) -> Tensor:
+    """A mask of the leading axes, seen over all axes of some values."""
+    return mask.reshape(mask.shape + (1,) * (values.dim() - mask.dim())).expand(values.shape)
 
 
 def judge_ratio(
@@ -141,7 +153,7 @@ def judge_ratio(
     checked = ratio.numel()
     counted = []
     if mask is not None:
-        mask = mask.reshape(mask.shape + (1,) * (ratio.dim() - mask.dim())).expand(ratio.shape)
+        mask = _over(mask, ratio)
         ratio = torch.where(mask, ratio, 0.0)
         counted = [mask.sum()]
     top, place = torch.nan_to_num(ratio, nan=math.inf, posinf=math.inf).flatten().max(0)
