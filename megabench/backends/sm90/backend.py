@@ -1,4 +1,4 @@
-"""The `sm90` backend: the fused decode op in CUDA C++ for Hopper, everything else from `triton`."""
+"""The `sm90` backend: the fused attention ops in CUDA C++ for Hopper, the rest from `triton`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 import torch
 
-from megabench.backends.arguments import DecodeArguments
+from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import Support
+from megabench.backends.sm90 import prefill_launch
 from megabench.backends.sm90.launch import blocks_of, decode_kernel, decode_params
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8, KVRecord
@@ -34,12 +35,12 @@ def _last_dim_dense(x: torch.Tensor) -> bool:
 
 
 class Sm90Backend(TritonBackend):
-    """CUDA C++ decode for sm_90a, compiled at run time; the rest is Triton's.
+    """CUDA C++ decode and prefill for sm_90a, compiled at run time; the rest is Triton's.
 
-    The kernel serves 528-byte caches and 288-byte extra caches in interleaved pages, 64 or 128
-    padded heads, no Q norm and a positive softmax scale; other calls go to the inherited op. It
+    The decode kernel serves 528-byte caches and 288-byte extra caches in interleaved pages, 64 or
+    128 padded heads, no Q norm and a positive softmax scale; other calls go to the inherited op. It
     computes 64 heads however few are live: down to 8 that is faster than Triton's 16-head tiles at
-    every number of tokens (docs/kernels.md).
+    every number of tokens (docs/kernels.md). What the prefill kernel serves: prefill_launch.serves.
     """
 
     name = "sm90"
@@ -100,3 +101,9 @@ class Sm90Backend(TritonBackend):
         kernel = decode_kernel(args.q.device.index or 0, fp4)
         kernel.launch(params, kernel.shape_for(params.items, blocks_of(params)))
         return [out.data, out.scale, lse]
+
+    def prefill(self, args: PrefillArguments) -> list[torch.Tensor]:
+        args.check()
+        if not prefill_launch.serves(args):
+            return super().prefill(args)
+        return prefill_launch.prefill(args)
