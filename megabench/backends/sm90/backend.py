@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import torch
 
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
-from megabench.backends.base import Support
-from megabench.backends.sm90 import prefill_launch
+from megabench.backends.base import Pair, Support
+from megabench.backends.sm90 import prefill_launch, products
 from megabench.backends.sm90.launch import blocks_of, decode_kernel, decode_params
 from megabench.backends.triton.backend import TritonBackend
-from megabench.formats import FP8, NVFP4, V4_FP8, KVRecord
+from megabench.formats import FP8, NVFP4, V4_FP8, KVRecord, PageLayout
 from megabench.geometry import Geometry
 
 CAPABILITY = (9, 0)
@@ -44,6 +44,10 @@ class Sm90Backend(TritonBackend):
     """
 
     name = "sm90"
+
+    def __init__(self, page_layout: PageLayout = "interleaved") -> None:
+        super().__init__(page_layout)
+        self._pieces = products.PieceWeights()
 
     def supports(self, geometry: Geometry, device: torch.device, record: KVRecord) -> Support:
         if record is V4_FP8:
@@ -107,3 +111,16 @@ class Sm90Backend(TritonBackend):
         if not prefill_launch.serves(args):
             return super().prefill(args)
         return prefill_launch.prefill(args)
+
+    def prepare(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
+        """Keep the bf16 form that the einsum's kernel reads, or the inherited one."""
+        if weight.device.type == "cuda" and products.can_prepare(weight, scale):
+            self._pieces.prepare(weight, scale)
+        else:
+            super().prepare(weight, scale)
+
+    def checked_einsum(self, x: Pair, w: Pair, out: torch.Tensor) -> None:
+        if products.serves(x[0], w[0], out):
+            products.einsum(x, w, out, self._pieces.kept(*w))
+        else:
+            super().checked_einsum(x, w, out)

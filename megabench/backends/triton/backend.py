@@ -210,6 +210,9 @@ class TritonBackend(TorchBackend):
         check_tensor("w", w, torch.float8_e4m3fn, (None, None), x.device)
         check_tensor("x", x, torch.bfloat16, (None, w.shape[1]), x.device)
         check_tensor("sw", sw, torch.uint8, (w.shape[0], w.shape[1] // QUANT_GROUP), x.device)
+        return self.checked_linear(x, w, sw)
+
+    def checked_linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
         return products.linear(x, w, sw, self._dense.kept(w, sw))
 
     def fp8_einsum(
@@ -225,5 +228,7 @@ class TritonBackend(TorchBackend):
         check_tensor("w[0]", weight, torch.float8_e4m3fn, (h, d, r), data.device)
         check_tensor("w[1]", weight_scale, torch.int32, (h, d, words), data.device)
         check_tensor("out", out, torch.bfloat16, (b, h, d), data.device)
-        dense = self._dense.kept(weight, weight_scale)
-        products.fp8_einsum(data, scale, weight, weight_scale, out, dense)
+        self.checked_einsum(x, w, out)
+
+    def checked_einsum(self, x: Pair, w: Pair, out: torch.Tensor) -> None:
+        products.fp8_einsum(*x, *w, out, self._dense.kept(*w))

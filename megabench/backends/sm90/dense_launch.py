@@ -1,0 +1,104 @@
+"""Launches the product with a bf16 weight, and lays that weight out in operand pieces."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from megabench.backends.sm90.kernel import Kernel, kernel
+
+SHARED_BYTES = 232_448
+THREADS = 384
+STAGE_COLUMNS = 128
+TILE_TOKENS = 128
+PIECE_ROWS, PIECE_COLUMNS = 256, 64
+
+
+class Params(ctypes.Structure):
+    """`Params` of dense.cuh, field for field."""
+
+    _fields_ = (
+        ("x", ctypes.c_void_p),
+        ("w", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("x_token", ctypes.c_int64),
+        ("x_group", ctypes.c_int64),
+        ("x_scale_token", ctypes.c_int64),
+        ("x_scale_group", ctypes.c_int64),
+        ("x_scale_word", ctypes.c_int64),
+        ("out_token", ctypes.c_int64),
+        ("out_group", ctypes.c_int64),
+        ("tokens", ctypes.c_int32),
+        ("words", ctypes.c_int32),
+        ("row_tiles", ctypes.c_int32),
+        ("token_tiles", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
+    )
+
+
+def operand_pieces(dense: torch.Tensor) -> torch.Tensor:
+    """bf16 [G, D/256, K/64, 256, 64] of a weight bf16 [G, D, K]: pieces of 128-byte rows in wgmma's
+    128-byte swizzle.
+
+    Rows: row 8i + 2c + e of 32 is the weight's 8c + 2i + e, so that a lane's results are
+    neighbours. Columns: 16s + 8h + 2c + e of 64 is the weight's 16c + 4s + h + 2e, the order of
+    fragments.
+    """
+    groups, rows, _ = dense.shape
+    n, place = torch.arange(PIECE_ROWS), torch.arange(PIECE_COLUMNS)
+    row = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
+    column = ((place // 8)[None] ^ (n % 8)[:, None]) * 8 + place % 8
+    column = column % 8 // 2 * 16 + column // 16 * 4 + column % 16 // 8 + column % 2 * 2
+    pieces = dense.view(groups, rows // PIECE_ROWS, PIECE_ROWS, -1, PIECE_COLUMNS).transpose(2, 3)
+    return pieces[..., row[:, None].to(dense.device), column.to(dense.device)].contiguous()
+
+
+def dense_kernel(device_index: int, width: int) -> Kernel:
+    """The kernel whose tiles have `width` weight rows, 128 or 256."""
+    return kernel(device_index, "dense.cu", "sm90_dense_product", SHARED_BYTES, (f"WIDTH={width}",))
+
+
+def width_for(tokens: int, groups: int, rows: int, multiprocessors: int) -> int:
+    """Weight rows of a tile: half a piece where whole pieces leave half of the chip idle."""
+    tiles = -(-tokens // TILE_TOKENS) * groups * (rows // PIECE_ROWS)
+    return PIECE_ROWS // 2 if 2 * tiles <= multiprocessors else PIECE_ROWS
+
+
+def launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    pieces: torch.Tensor,
+    out: torch.Tensor,
+    width: int | None = None,
+) -> None:
+    """out bf16 [b, h, d] = x e4m3 [b, h, r], int32 scale words [b, h, r/128], times a weight's
+    pieces, on torch's current stream; `width` other than the chosen one for measurements."""
+    (tokens, groups, columns), rows = x.shape, out.shape[2]
+    index = out.device.index or 0
+    if width is None:
+        whole = dense_kernel(index, PIECE_ROWS)
+        width = width_for(tokens, groups, rows, whole.multiprocessors)
+    token_tiles, row_tiles = -(-tokens // TILE_TOKENS), rows // width
+    tiles = row_tiles * token_tiles * groups
+    params = Params(
+        x.data_ptr(),
+        pieces.data_ptr(),
+        x_scale.data_ptr(),
+        out.data_ptr(),
+        x.stride(0),
+        x.stride(1),
+        x_scale.stride(0),
+        x_scale.stride(1),
+        x_scale.stride(2),
+        out.stride(0),
+        out.stride(1),
+        tokens,
+        columns // STAGE_COLUMNS,
+        row_tiles,
+        token_tiles,
+        tiles,
+    )
+    made = dense_kernel(index, width)
+    made.launch(params, (min(tiles, made.multiprocessors), 1), THREADS)

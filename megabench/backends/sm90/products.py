@@ -1,0 +1,80 @@
+"""The matrix products of the `sm90` backend: which kernel serves a call, and its operands.
+
+Few tokens stream the e4m3 weight (product.cu). From DENSE_TOKENS on arithmetic binds, and a bf16
+form of the weight that `prepare` made saves its conversion (dense.cu).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from megabench.backends.base import Pair
+from megabench.backends.eager_matmul import DenseWeights
+from megabench.backends.sm90 import dense_launch, product_launch
+from megabench.backends.sm90.quantize_launch import quantize
+
+DENSE_TOKENS = 129
+"""From here the bf16 form is faster (docs/kernels.md)."""
+
+
+class PieceWeights(DenseWeights):
+    """Operand pieces of bf16 weights, by the identity of the quantized one."""
+
+    def _dense(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        dense = super()._dense(weight, scale).bfloat16()
+        return dense_launch.operand_pieces(dense.view(-1, *dense.shape[-2:]))
+
+
+def can_prepare(weight: torch.Tensor, scale: torch.Tensor) -> bool:
+    """Whether `weight` is an einsum's, with packed scales, and divides into pieces."""
+    rows, columns = weight.shape[-2:]
+    return (
+        scale.dtype == torch.int32
+        and rows % dense_launch.PIECE_ROWS == 0
+        and columns % dense_launch.STAGE_COLUMNS == 0
+    )
+
+
+def _aligned(x: torch.Tensor) -> bool:
+    """Whether rows of [a, b, c] are dense and start at multiples of 16 bytes."""
+    steps = [x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1]
+    return x.stride(2) == 1 and all(step % 16 == 0 for step in (x.data_ptr(), *steps))
+
+
+def _whole_tiles(w: torch.Tensor) -> bool:
+    rows, columns = w.shape[-2:]
+    return rows % product_launch.ROWS == 0 and columns % product_launch.STAGE_COLUMNS == 0 < columns
+
+
+def serves(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the kernels can read checked operands of the einsum: whole tiles, aligned rows."""
+    return _whole_tiles(w) and all(_aligned(t) for t in (x, w, out))
+
+
+def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> None:
+    """out bf16 [b, h, d] of x e4m3 [b, h, r] and w e4m3 [h, d, r], packed int32 scales per 32;
+    `pieces` is w's bf16 form, if that was kept."""
+    if out.shape[0] == 0:
+        return
+    if pieces is not None and out.shape[0] >= DENSE_TOKENS:
+        dense_launch.launch(*x, pieces, out)
+    else:
+        product_launch.launch(*x, *w, out)
+
+
+def serves_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
+    """Whether the kernels can read checked operands of a linear."""
+    return _whole_tiles(w) and sw.is_contiguous() and all(_aligned(t[:, None]) for t in (x, w))
+
+
+def linear(
+    x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor, pieces: torch.Tensor | None
+) -> torch.Tensor:
+    """bf16 [T, N] of x bf16 [T, K], quantized per token and 32 columns, and w e4m3 [N, K] with sw
+    uint8 [N, K/32]; `pieces` is w's bf16 form, if that was kept."""
+    out = x.new_empty((x.shape[0], w.shape[0]))
+    if x.shape[0] > 0:
+        codes, words = quantize(x)
+        operand, weight = (codes[:, None], words[:, None]), (w[None], sw.view(torch.int32)[None])
+        einsum(operand, weight, out[:, None], pieces)
+    return out

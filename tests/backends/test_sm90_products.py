@@ -1,0 +1,229 @@
+"""The sm90 products without a GPU: they compile, agree with their launchers, serve their calls."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_sm90_kernel import compile_cuda, needs_nvcc
+
+from megabench.backends.sm90 import dense_launch, product_launch, products, quantize_launch
+from megabench.backends.sm90.backend import Sm90Backend
+from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
+from megabench.backends.triton.backend import TritonBackend
+from megabench.quant import alloc_mega_attn_output, pack_mn_major
+
+TILES = sorted({product_launch.tile_for(tokens) for tokens in range(1, 400)})
+EINSUM = ("bhr,hdr->bhd", (1, 1, 32))
+BUILDS = [
+    *(("product.cu", (f"TOKENS={tile.tokens}", f"ROWS={tile.rows}")) for tile in TILES),
+    ("skinny.cu", ()),
+    ("dense.cu", ("WIDTH=128",)),
+    ("dense.cu", ("WIDTH=256",)),
+    ("activation.cu", ()),
+]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(("entry", "defines"), BUILDS)
+def test_the_kernels_compile_without_spills_or_serialised_wgmma(
+    tmp_path: Path, entry: str, defines: tuple[str, ...]
+) -> None:
+    log = compile_cuda(SOURCE_DIR / entry, tmp_path, *(f"-D{name}" for name in defines))
+    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
+    assert spills, log
+    assert max(spills) == 0, log
+    assert not re.search(r"C75\d\d", log), log
+
+
+def mirror(structure: type[ctypes.Structure], name: str) -> list[str]:
+    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
+    for field in structure._fields_:
+        offset = getattr(structure, field[0]).offset
+        lines.append(f"static_assert(offsetof({name}, {field[0]}) == {offset});")
+    return lines
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("entry", "structure", "facts"),
+    [
+        ("product.cu", product_launch.Params, "kSmemBytes <= 232448"),
+        (
+            "skinny.cu",
+            product_launch.SkinnyParams,
+            "kTokens == 8 && kRows == 16 && kThreads == 128",
+        ),
+        ("dense.cu", dense_launch.Params, "kTokens == 128 && kPieceRows == 256 && kThreads == 384"),
+        ("activation.cu", quantize_launch.Params, "kThreads * kEach == 1024"),
+    ],
+)
+def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
+    tmp_path: Path, entry: str, structure: type[ctypes.Structure], facts: str
+) -> None:
+    lines = [f'#include "{entry}"', "#include <cstddef>", *mirror(structure, "Params")]
+    if entry in ("product.cu", "skinny.cu"):
+        lines += mirror(product_launch.Operands, "Operands")
+    lines.append(f"static_assert({facts});")
+    source = tmp_path / "layout_check.cu"
+    source.write_text("\n".join(lines))
+    compile_cuda(source, tmp_path)
+
+
+@needs_nvcc
+@pytest.mark.parametrize("tile", TILES)
+def test_a_tile_has_the_threads_its_kernel_expects(
+    tmp_path: Path, tile: product_launch.Tile
+) -> None:
+    source = tmp_path / "threads.cu"
+    source.write_text(f'#include "product.cuh"\nstatic_assert(kThreads == {tile.threads});')
+    compile_cuda(source, tmp_path, f"-DTOKENS={tile.tokens}", f"-DROWS={tile.rows}")
+
+
+def test_every_header_travels_with_the_entry_files() -> None:
+    for entry, _ in BUILDS:
+        files = sources(entry)
+        included = {
+            name
+            for text in files.values()
+            for name in re.findall(r'#include "(\S+)"', text.decode())
+        }
+        assert included <= files.keys()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile"),
+    [(9, (16, 64)), (17, (32, 128)), (33, (64, 128)), (65, (128, 128)), (4096, (128, 128))],
+)
+def test_tiles_are_as_wide_as_the_tokens_need(tokens: int, tile: tuple[int, int]) -> None:
+    assert product_launch.tile_for(tokens) == tile
+
+
+@pytest.mark.parametrize(
+    ("tiles", "words", "split"),
+    [(8, 32, 8), (16, 32, 4), (64, 32, 2), (128, 32, 1), (8, 1, 1), (8, 3, 2)],
+)
+def test_few_tiles_are_split_over_clusters_that_fit(tiles: int, words: int, split: int) -> None:
+    assert product_launch.split_for(tiles, words, {8: 15, 4: 30, 2: 66}) == split
+
+
+def test_half_pieces_are_multiplied_where_whole_ones_leave_half_the_chip_idle() -> None:
+    assert dense_launch.width_for(256, 8, 1024, 132) == 128
+    assert dense_launch.width_for(384, 8, 1024, 132) == 256
+    assert dense_launch.width_for(4096, 8, 1024, 132) == 256
+
+
+def test_pieces_hold_every_weight_where_the_tensor_core_reads_it() -> None:
+    dense = torch.arange(2 * 256 * 128, dtype=torch.float32).view(1, 512, 128)
+    pieces = dense_launch.operand_pieces(dense)
+    assert pieces.shape == (1, 2, 2, 256, 64)
+    flat = pieces[0, 1, 1].flatten()
+    for row, column in [(0, 0), (7, 5), (77, 33), (255, 63), (130, 18)]:
+        n = row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2  # 8i + 2c + e
+        step, lane, word = column % 16 // 4, column // 16, column % 4
+        place = 16 * step + 8 * (word % 2) + 2 * lane + word // 2
+        byte = n * 128 + 2 * place
+        byte ^= (byte >> 7 & 7) << 4  # the 128-byte swizzle
+        assert flat[byte // 2] == dense[0, 256 + row, 64 + column]
+
+
+class Launches:
+    """Stands in for the launchers and notes what they were given."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[tuple[str, Any]] = []
+        for name, module in (("stream", product_launch), ("dense", dense_launch)):
+            monkeypatch.setattr(module, "launch", lambda *a, name=name: self.made.append((name, a)))
+        monkeypatch.setattr(TritonBackend, "checked_einsum", self.inherited)
+
+    def inherited(self, *arguments: Any) -> None:
+        self.made.append(("inherited", arguments))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    return Launches(monkeypatch)
+
+
+def weight(rows: int = 256, groups: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    codes = torch.zeros(groups, rows, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    return codes, pack_mn_major(torch.full((groups, rows, 128), 127, dtype=torch.uint8))
+
+
+def einsum(backend: Sm90Backend, tokens: int, w: Any, groups: int = 2) -> None:
+    pair = alloc_mega_attn_output(tokens, 8, torch.device("cpu"))
+    out = torch.empty(tokens, groups, w[0].shape[1], dtype=torch.bfloat16)
+    backend.fp8_einsum(
+        EINSUM[0], (pair.data[:, :groups], pair.scale[:, :groups]), w, out, EINSUM[1]
+    )
+
+
+def test_few_tokens_stream_the_weight_and_many_read_its_pieces(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, w = Sm90Backend(), weight()
+    backend._pieces.prepare(*w)
+    few, many = products.DENSE_TOKENS - 1, products.DENSE_TOKENS
+    for tokens in (0, 1, few, many):
+        einsum(backend, tokens, w)
+    assert [name for name, _ in launches.made] == ["stream", "stream", "dense"]
+
+
+def test_without_pieces_many_tokens_stream_the_weight(launches: Launches) -> None:
+    backend, w = Sm90Backend(), weight()
+    einsum(backend, 600, w)
+    backend._pieces.prepare(*w)
+    w[0].view(torch.uint8).zero_()  # written to since
+    einsum(backend, 600, w)
+    assert [name for name, _ in launches.made] == ["stream", "stream"]
+
+
+def test_rows_that_fill_no_tile_go_to_the_inherited_op(launches: Launches) -> None:
+    einsum(Sm90Backend(), 4, weight(rows=192))
+    einsum(Sm90Backend(), 4, weight(rows=384))
+    assert [name for name, _ in launches.made] == ["inherited", "stream"]
+
+
+def test_unaligned_activations_go_to_the_inherited_op(launches: Launches) -> None:
+    w, out = weight(), torch.empty(3, 2, 256, dtype=torch.bfloat16)
+    storage = torch.zeros(3 * 2 * 4096 + 8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(3, 2, 32, dtype=torch.int32)
+    for offset in (8, 0):
+        x = storage[offset : offset + 3 * 2 * 4096].view(3, 2, 4096)
+        Sm90Backend().fp8_einsum(EINSUM[0], (x, scale), w, out, EINSUM[1])
+    assert [name for name, _ in launches.made] == ["inherited", "stream"]
+
+
+def test_only_an_einsums_whole_pieces_are_prepared() -> None:
+    packed = torch.empty(0, dtype=torch.int32)
+    assert products.can_prepare(torch.empty(8, 1024, 4096), packed)
+    assert not products.can_prepare(torch.empty(8, 384, 4096), packed)
+    assert not products.can_prepare(torch.empty(8, 256, 64), packed)
+    assert not products.can_prepare(torch.empty(5120, 8192), torch.empty(0, dtype=torch.uint8))
+
+
+def test_operands_carry_the_strides_of_a_step_and_its_live_groups() -> None:
+    pair, w = alloc_mega_attn_output(6, 8, torch.device("cpu")), weight()
+    out = torch.empty(3, 2, 512, dtype=torch.bfloat16)[:, :, 256:]
+    o = product_launch.operands(pair.data[3:, :2], pair.scale[3:, :2], *w, out)
+    assert (o.x_token, o.x_group) == (8 * 4096, 4096)
+    assert (o.x_scale_token, o.x_scale_word, o.x_scale_group) == (1, 8, 256)
+    assert (o.w_row, o.w_group) == (4096, 256 * 4096)
+    assert (o.w_scale_row, o.w_scale_word, o.w_scale_group) == (1, 256, 32 * 256)
+    assert (o.out_token, o.out_group, o.tokens, o.words) == (1024, 512, 3, 32)
+    assert o.x == pair.data.data_ptr() + 3 * 8 * 4096
+
+
+def test_decode_is_compiled_from_sources_without_the_products() -> None:
+    files = sources("decode.cu")
+    seen, todo = set(), ["decode.cu"]
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += re.findall(r'#include "(\S+)"', files[name].decode())
+    assert not seen & {"product.cuh", "dense.cuh", "mxfp8.cuh", "wgmma_registers.cuh", "ring.cuh"}
