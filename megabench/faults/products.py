@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabench.faults.base import Args, Op, Right, after, before, fault, fresh, instead
+from megabench.faults.base import (
+    Args,
+    Op,
+    Right,
+    after,
+    before,
+    fault,
+    fresh,
+    instead,
+    rolled,
+)
 from megabench.faults.triggers import MIXED, TWO
 from megabench.quant import (
     dequantize_mxfp8,
@@ -89,7 +99,7 @@ def wo_b_a_token_late() -> Op:
 @fault("E1", "group g uses the weight of group g + 1", TWO, *STAGE)
 @before(EINSUM)
 def weight_of_the_next_group(args: Args) -> None:
-    args["w"] = tuple(part.roll(-1, 0) for part in args["w"])
+    args["w"] = tuple(rolled(part, -1, 0) for part in args["w"])
 
 
 @fault("E2", "activations are scaled once per 128 columns", TWO, *STAGE)

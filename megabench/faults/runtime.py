@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megabench.faults.base import Args, Op, Right, after, before, fault, fresh, instead
+from megabench.faults.base import Args, Op, Right, after, before, fault, fresh, instead, rolled
 from megabench.faults.triggers import IDLE, LONG, MIXED, TWO
 from megabench.validate.trace import DECODE, EINSUM, PREFILL
 
@@ -103,7 +103,7 @@ def list_changed(args: Args, result: Any) -> Any:
 @before(EINSUM)
 def shared_output(args: Args) -> None:
     for tensor in args["x"]:
-        tensor.copy_(tensor.roll(1, 0).clone())
+        tensor.copy_(rolled(tensor, 1, 0))
 
 
 @fault("X7", "codes depend on what the output buffer held", MIXED, *CODES)
