@@ -1,7 +1,7 @@
 """One op on one or several backends: timed in every column the device has, and judged.
 
-The order of things for one column: an untimed run keeps the expected outputs; arms are sampled
-interleaved; the outputs are checked again; the median is placed on the roofline.
+An untimed run keeps the expected outputs. Then, for each column, arms are sampled interleaved, the
+outputs are checked again, and the median is placed on the roofline.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from megabench.bench.cupti import Spans
 from megabench.bench.phases import PhaseClock
-from megabench.bench.recheck import Copy, observe, recheck
+from megabench.bench.recheck import Copy, Expected, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation, turn_problem
 from megabench.bench.sampling import MIN_PAIRS, Policy, Sampled, interleave, paired_ratio, summarise
@@ -84,8 +84,8 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     first (case and suite left blank for the caller)."""
     rows: list[list[Measurement]] = [[] for _ in arms]
     comparisons = []
+    expected = [Expected(arm.first) for arm in arms]
     for column in COLUMNS[bench.device.type]:
-        expected = [observe(arm.first) for arm in arms]
         with bench.clock.phase("setup"):
             prepared = [_prepare(bench, arm, column) for arm in arms]
         watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
@@ -155,7 +155,7 @@ def _row(
     ready: _Prepared,
     watch: _Watch,
     outcome: Sampled,
-    expected: list[torch.Tensor],
+    expected: Expected,
 ) -> Measurement:
     timer, work, values = ready.timer, arm.work, outcome.values
     common = _as_taken(bench, arm, column, ready, watch, outcome)
@@ -218,7 +218,7 @@ def _as_taken(
 
 
 def _wrong(
-    ready: _Prepared, watch: _Watch, kept: int, expected: list[torch.Tensor], *, flip: bool
+    ready: _Prepared, watch: _Watch, kept: int, expected: Expected, *, flip: bool
 ) -> str | None:
     """Why the samples stand for nothing: the turn of copies, their outputs, too few of them."""
     wrong = turn_problem(ready.timer.counts) or _recheck_all(ready, expected, flip=flip)
@@ -239,7 +239,7 @@ _NO_SAMPLES = {
 }
 
 
-def _recheck_all(ready: _Prepared, expected: list[torch.Tensor], *, flip: bool) -> str | None:
+def _recheck_all(ready: _Prepared, expected: Expected, *, flip: bool) -> str | None:
     """Every copy's timed outputs against the untimed run's; the changed-input check on one."""
     for index, copy in enumerate(ready.copies):
         wrong = recheck(copy, ready.timer, index, expected, flip=flip and index == 0)

@@ -12,6 +12,7 @@ stopped: work on a stream that the clock does not wait for is missing from them.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 
@@ -31,6 +32,24 @@ class Copy:
     """Whether the outputs must change with that sign: no cancelling, no empty work."""
     inputs: frozenset[int] = frozenset()
     """Addresses of the arguments' storages: an op may hand an argument back, which must live."""
+
+
+class Expected:
+    """What an untimed run writes, as its inputs are and with a sign flipped: each is found once for
+    all the ways an op is timed."""
+
+    def __init__(self, copy: Copy, run: Run | None = None) -> None:
+        self._copy = copy
+        self.plain = observe(copy, run)
+
+    @cached_property
+    def flipped(self) -> list[torch.Tensor]:
+        assert self._copy.flippable is not None
+        flip_sign_(self._copy.flippable)
+        try:
+            return observe(self._copy)
+        finally:
+            flip_sign_(self._copy.flippable)
 
 
 def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
@@ -69,7 +88,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def recheck(
-    copy: Copy, timer: Timer, index: int, expected: list[torch.Tensor], *, flip: bool = True
+    copy: Copy, timer: Timer, index: int, expected: Expected, *, flip: bool = True
 ) -> str | None:
     """None when copy `index` of `timer` still does its work, else what is wrong with it."""
 
@@ -77,17 +96,18 @@ def recheck(
         return timer.replay(index)
 
     kept = timer.returned(index) or []
-    if not same(_observed(copy, replay, kept), expected):
+    if not same(_observed(copy, replay, kept), expected.plain):
         return "outputs after timing differ from the untimed run's"
     if copy.flippable is None or not flip:
         return None
+    untimed = expected.flipped
     flip_sign_(copy.flippable)
     try:
-        timed, untimed = _observed(copy, replay, kept), observe(copy)
+        timed = _observed(copy, replay, kept)
     finally:
         flip_sign_(copy.flippable)
     if not same(timed, untimed):
         return "the timed form does not follow a changed input"
-    if copy.sensitive and same(timed, expected):
+    if copy.sensitive and same(timed, expected.plain):
         return "outputs do not change with a changed input"
     return None

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabench.bench.ops import Target, flip_sign_
-from megabench.bench.recheck import Copy, observe, recheck, same
+from megabench.bench.recheck import Copy, Expected, observe, recheck, same
 from megabench.bench.timers import HostTimer
 
 Run = Callable[[], list[torch.Tensor]]
@@ -40,10 +40,10 @@ class Replay:
         return self._static
 
 
-def case() -> tuple[torch.Tensor, torch.Tensor, Copy, list[torch.Tensor]]:
+def case() -> tuple[torch.Tensor, torch.Tensor, Copy, Expected]:
     x, out = torch.arange(1.0, 9.0), torch.empty(8)
     copy = Copy(double(x, out), [Target(out)], flippable=x)
-    return x, out, copy, observe(copy)
+    return x, out, copy, Expected(copy)
 
 
 def test_an_honest_op_passes_and_leaves_its_input_as_it_was() -> None:
@@ -51,6 +51,21 @@ def test_an_honest_op_passes_and_leaves_its_input_as_it_was() -> None:
     before = x.clone()
     assert recheck(copy, HostTimer([copy.run], "host"), 0, expected) is None
     assert torch.equal(x, before)
+
+
+def test_the_untimed_runs_are_made_once_for_all_columns() -> None:
+    x, out = torch.arange(1.0, 9.0), torch.empty(8)
+    runs: list[int] = []
+
+    def counted() -> list[torch.Tensor]:
+        runs.append(1)
+        return double(x, out)()
+
+    copy = Copy(counted, [Target(out)], flippable=x)
+    expected = Expected(copy)
+    for _ in range(3):
+        assert recheck(copy, Replay(double(x, out)), 0, expected) is None
+    assert len(runs) == 2
 
 
 def test_an_op_that_skips_its_work_on_replay_is_caught() -> None:
@@ -82,7 +97,7 @@ def test_an_op_that_ignores_its_input_every_time_is_caught_where_it_must_not() -
 
     for sensitive in (True, False):
         copy = Copy(run, [Target(out)], flippable=x, sensitive=sensitive)
-        wrong = recheck(copy, HostTimer([run], "host"), 0, observe(copy, run))
+        wrong = recheck(copy, HostTimer([run], "host"), 0, Expected(copy, run))
         assert (wrong is not None) == sensitive
 
 
@@ -100,7 +115,7 @@ def test_a_graph_that_leaves_its_returned_tensor_untouched_is_caught() -> None:
 def test_an_argument_handed_back_is_not_poisoned() -> None:
     x = torch.arange(4.0)
     copy = Copy(lambda: [x], flippable=x, inputs=frozenset({x.untyped_storage().data_ptr()}))
-    expected = observe(copy)
+    expected = Expected(copy)
     assert recheck(copy, Replay(copy.run, [x]), 0, expected) is None
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megabench.bench.ops import Target
-from megabench.bench.recheck import Copy, observe, recheck
+from megabench.bench.recheck import Copy, Expected, recheck
 from megabench.bench.rotation import make_sweep
 from megabench.bench.timers import (
     CaptureError,
@@ -142,7 +142,7 @@ def test_work_on_an_unjoined_stream_cannot_hide_from_the_graph() -> None:
         return [y]
 
     copy = Copy(run, flippable=x)
-    expected = observe(copy, run)
+    expected = Expected(copy, run)
     torch.cuda.synchronize()
     timer = graph_timer([run], "warm")
     wrong = recheck(copy, timer, 0, expected)
@@ -165,7 +165,7 @@ def test_an_op_that_caches_its_output_is_caught() -> None:
         return []
 
     copy = Copy(honest, [Target(out)], flippable=x)
-    expected = observe(copy, run)
+    expected = Expected(copy, run)
     wrong = recheck(copy, graph_timer([run], "warm"), 0, expected)
     assert wrong is not None
     assert "changed input" in wrong
@@ -175,7 +175,7 @@ def test_a_graph_s_own_outputs_pass_the_recheck() -> None:
     x = torch.randn(256, device="cuda")
     run: Run = lambda: [x * 3]  # noqa: E731
     copy = Copy(run, flippable=x)
-    expected = observe(copy, run)
+    expected = Expected(copy, run)
     assert recheck(copy, graph_timer([run], "warm"), 0, expected) is None
 
 
