@@ -115,9 +115,8 @@ def run(
         gc.collect()
         torch.cuda.empty_cache()
         console.print(f"{part} {size}: {time.perf_counter() - begun:.1f} s")
-    path = report.finish()
     report.show(Console())
-    print(path)
+    print(report.page)
     return int(any(row.status in ("WRONG", "FAILED") for row in report.rows))
 
 

@@ -14,6 +14,7 @@ from benchmarks.peers.arms import Ratio, Row
 from benchmarks.peers.flash import flash_problem, flash_version
 from megabench.backends.flashmla.gemm import find_gemm
 from megabench.results import Environment
+from megabench.results.environment import git_commit
 
 METHOD = (
     "CUDA graph per arm, event pair per sample, 256 MB written before each sample, arms in turns "
@@ -25,21 +26,23 @@ BAD = ("WRONG", "FAILED", "MISSED")
 
 
 class Report:
-    """Rows as they come, to disk at once; the markdown page at the end."""
+    """Rows as they come, to disk at once, and the markdown page of those there are."""
 
     def __init__(self, folder: Path, environment: Environment) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.rows, self.ratios = folder, list[Row](), list[Ratio]()
+        self.rows, self.ratios = list[Row](), list[Ratio]()
         flash = flash_problem() or flash_version()
         gemm = find_gemm()
         self.header: dict[str, Any] = {
             "kind": "run",
             "date": datetime.now(UTC).date().isoformat(),
+            "git_commit": git_commit(),
             "method": METHOD,
             "flash_mla": flash,
             "deep_gemm": gemm.library.version if gemm.library else gemm.reason,
             "environment": environment.model_dump(mode="json"),
         }
+        self.page = folder / "peers.md"
         self._file = (folder / "peers.jsonl").open("w", encoding="utf-8")
         self._write(self.header)
 
@@ -48,13 +51,7 @@ class Report:
         self.ratios += ratios
         for line in [row.as_json() for row in rows] + [ratio.as_json() for ratio in ratios]:
             self._write(line)
-
-    def finish(self) -> Path:
-        """Write the page -> its path."""
-        self._file.close()
-        path = self.folder / "peers.md"
-        path.write_text(self.markdown(), encoding="utf-8")
-        return path
+        self.page.write_text(self.markdown(), encoding="utf-8")
 
     def markdown(self) -> str:
         """Machine, versions and date, every arm, every ratio."""
@@ -62,9 +59,9 @@ class Report:
         packages = ", ".join(f"{k} {v}" for k, v in where["packages"].items() if v)
         text = [
             "# Peers in one run",
-            f"{self.header['date']}, {where['device_name']}, driver {where['driver']}, CUDA "
-            f"{where['cuda']}, {packages}; FlashMLA {self.header['flash_mla']}; DeepGEMM "
-            f"{self.header['deep_gemm']}.",
+            f"{self.header['date']}, commit {self.header['git_commit']}, {where['device_name']}, "
+            f"driver {where['driver']}, CUDA {where['cuda']}, {packages}; "
+            f"FlashMLA {self.header['flash_mla']}; DeepGEMM {self.header['deep_gemm']}.",
             f"Method: {METHOD}.",
             *(_markdown(table) for table in self.tables()),
             *(f"- {row.part} {row.size}, {row.arm}: {row.note}" for row in self.rows if row.note),

@@ -275,7 +275,7 @@ def test_a_report_has_machine_date_and_every_row(tmp_path: Path) -> None:
     arms = [Arm(name, lambda: [torch.ones(1)], first, truth) for name in ("right", "other")]
     report = Report(tmp_path, capture_environment(CPU))
     report.add(*measure(group_of(*arms), None, QUICK))
-    page = report.finish().read_text()
+    page = report.page.read_text()
     lines = [json.loads(line) for line in (tmp_path / "peers.jsonl").read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["run", "arm", "arm", "arm", "ratio"]
     assert lines[0]["environment"]["packages"]["torch"]
