@@ -18,6 +18,12 @@ DEVICE void load_matrix4(u32 a, u32 (&v)[4]) {
                : "memory");
 }
 
+// a / b, exact where the quotient is a float (but 0 for a sum past 2^126): no call, unlike division.
+DEVICE float divide(float a, float b) {
+  const float inverse = __fdividef(1.f, b), quotient = a * inverse;
+  return b < 1e37f ? fmaf(fmaf(-quotient, b, a), inverse, quotient) : quotient;
+}
+
 struct Scores {
   const Params& p;
   u32 smem;
@@ -110,7 +116,7 @@ struct Scores {
     for (int r = 0; r < 2; r++) {
 #pragma unroll
       for (int d = 1; d < 4; d <<= 1) top[r] = fmaxf(top[r], __shfl_xor_sync(~0u, top[r], d));
-      const float raised = fmaxf(reference[r], top[r] * p.scale_log2);
+      const float raised = fmaxf(reference[r], __fmul_rn(top[r], p.scale_log2));
       const float alpha = exp2_approx(reference[r] - raised);
       reference[r] = raised;
       sum[r] *= alpha;
@@ -120,7 +126,7 @@ struct Scores {
 
   // Scores -> probabilities, into their slot.
   DEVICE void softmax() {
-    const float scale = p.scale_log2;
+    float scale = p.scale_log2;
     float top[2] = {x[0], x[2]};
 #pragma unroll
     for (int i = 1; i < 32; i++)
@@ -130,7 +136,14 @@ struct Scores {
     const bool raised = __any_sync(~0u, top[0] * scale > reference[0] + kRaiseAbove ||
                                             top[1] * scale > reference[1] + kRaiseAbove);
     mbar_wait(smem + kBarProbsFree + probs.slot * 8, probs.parity ^ 1);
-    if (raised) raise(top);
+    if (raised) {
+      raise(top);
+      // Products rounded as the new references are: the largest score's probability is 1 exactly,
+      // and so is the output of a token with one row.
+#pragma unroll
+      for (int i = 0; i < 32; i++) x[i] = __fmul_rn(x[i], scale);
+      scale = 1.f;
+    }
     if (me.lane == 0) store_shared(smem + kSmemRaised + (probs.slot * 4 + me.warp) * 4, raised);
     const u32 to = smem + kSmemP + probs.slot * kProbsBytes + (16 * me.warp + (me.lane & 15)) * 128;
 #pragma unroll
@@ -173,12 +186,18 @@ struct Scores {
         most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], d));
       }
       const bool any = sum[r] > 0.f;
+      // What the probability of the score that set the reference lies beside 1, for the product
+      // under it was rounded: a lone key divides to its own row, exactly.
+      const float rest = __fmul_rn(most[r], p.scale_log2) == reference[r]
+                             ? fmaf(most[r], p.scale_log2, -reference[r])
+                             : 0.f;
       const float sink = p.sink ? __ldg(p.sink + head + 8 * r) : -kInfinity;
       const i64 at = (i64)token_of(p, item) * p.head_tiles * kHeads + head + 8 * r;
       if (me.col == 0) {
         store_shared_float(
             inverse + 32 * r,
-            any ? __fdividef(1.f, sum[r] + exp2_approx(sink * kLog2e - reference[r])) : 0.f);
+            any ? divide(exp2_approx(rest), sum[r] + exp2_approx(sink * kLog2e - reference[r]))
+                : 0.f);
         p.lse[at] = any ? (reference[r] + log2_approx(sum[r])) * kLn2 : kInfinity;
         p.max_logits[at] = most[r] * p.sm_scale;
       }
