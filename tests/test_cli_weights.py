@@ -48,7 +48,7 @@ def chain(out: Path) -> float:
     """The end-to-end figure of the only case of the latest run: it moves with the weights."""
     (case,) = read_run(max(out.iterdir())).cases
     assert case.status == "passed"
-    (stage,) = (stage for stage in case.stages if not stage.verdict)
+    (stage,) = (stage for stage in case.stages if "relative_l2" in stage.detail)
     return float(stage.detail["relative_l2"])
 
 
