@@ -277,7 +277,30 @@ def check(defines: tuple[str, ...]) -> bool:
     for tokens in (1, 70, 200):
         good &= compare(f"128 heads {tokens}", make_call(tokens, 10, heads=128), defines)
     good &= compare("s_q 132, 1000 repeats", make_call(132, 13), defines, repeats=1000)
-    return good & check_graph(defines)
+    return good & check_one_row(defines) & check_graph(defines)
+
+
+def check_one_row(defines: tuple[str, ...]) -> bool:
+    """A token with one row returns it exactly, amaxes on a scale's edge included."""
+    call = make_call(150, 16, sink=False, q_gain=9.0)
+    edges = torch.randint(-3, 3, (len(call.kv), 1, 16, 1), device=DEVICE).float().exp2()
+    call.kv = (call.kv.float().view(-1, 1, 16, 32).clamp(-1.7, 1.7) * edges).flatten(2).bfloat16()
+    call.kv.view(-1, 1, 16, 32)[..., 5:6] = 1.75 * edges.bfloat16()
+    keep = torch.randint(0, TOPK, (150, 1, 1), device=DEVICE)
+    call.indices.masked_fill_(torch.arange(TOPK, device=DEVICE) != keep, -1)
+    launch, out = launcher(call, defines)
+    launch()
+    rows = call.kv[call.indices.amax(-1).long().flatten(), 0].float()
+    codes, scales = quantize_kv_mxfp8(rows)
+    nope = slice(0, 14)  # chunks that the inverse RoPE leaves alone
+    got = out[0].view(torch.uint8).view(150, 8, 16, 8, 32)[:, :, nope]
+    got_scales = unpack_scales(out[1]).view(150, 8, 16, 8)[:, :, nope]
+    want = codes.view(torch.uint8).view(150, 1, 16, 1, 32)[:, :, nope]
+    good = bool((got == want).all()) and bool(
+        (got_scales == scales.view(150, 1, 16, 1)[:, :, nope]).all()
+    )
+    print(f"{'ok  ' if good else 'FAIL'} one row, exactly", flush=True)
+    return good
 
 
 def check_graph(defines: tuple[str, ...]) -> bool:
