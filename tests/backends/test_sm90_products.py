@@ -22,8 +22,7 @@ EINSUM = ("bhr,hdr->bhd", (1, 1, 32))
 BUILDS = [
     *(("product.cu", (f"TOKENS={tile.tokens}", f"ROWS={tile.rows}")) for tile in TILES),
     ("skinny.cu", ()),
-    ("dense.cu", ("WIDTH=128",)),
-    ("dense.cu", ("WIDTH=256",)),
+    ("dense.cu", ()),
     ("activation.cu", ()),
 ]
 
@@ -58,7 +57,7 @@ def mirror(structure: type[ctypes.Structure], name: str) -> list[str]:
             product_launch.SkinnyParams,
             "kTokens == 8 && kRows == 16 && kThreads == 128",
         ),
-        ("dense.cu", dense_launch.Params, "kTokens == 128 && kPieceRows == 256 && kThreads == 384"),
+        ("dense.cu", dense_launch.Params, "kTokens == 128 && kWidth == 256 && kThreads == 384"),
         ("activation.cu", quantize_launch.Params, "kThreads * kEach == 1024"),
     ],
 )
@@ -111,12 +110,6 @@ def test_few_tiles_are_split_over_clusters_that_fit(tiles: int, words: int, spli
     assert product_launch.split_for(tiles, words, {8: 15, 4: 30, 2: 66}) == split
 
 
-def test_half_pieces_are_multiplied_where_whole_ones_leave_half_the_chip_idle() -> None:
-    assert dense_launch.width_for(256, 8, 1024, 132) == 128
-    assert dense_launch.width_for(384, 8, 1024, 132) == 256
-    assert dense_launch.width_for(4096, 8, 1024, 132) == 256
-
-
 def test_pieces_hold_every_weight_where_the_tensor_core_reads_it() -> None:
     dense = torch.arange(2 * 256 * 128, dtype=torch.float32).view(1, 512, 128)
     pieces = dense_launch.operand_pieces(dense)
@@ -124,8 +117,8 @@ def test_pieces_hold_every_weight_where_the_tensor_core_reads_it() -> None:
     flat = pieces[0, 1, 1].flatten()
     for row, column in [(0, 0), (7, 5), (77, 33), (255, 63), (130, 18)]:
         n = row // 32 * 32 + row % 8 // 2 * 8 + row % 32 // 8 * 2 + row % 2  # 8i + 2c + e
-        step, lane, word = column % 16 // 4, column // 16, column % 4
-        place = 16 * step + 8 * (word % 2) + 2 * lane + word // 2
+        lane, word = column % 16 // 4, column % 4
+        place = column // 16 * 16 + 8 * (word % 2) + 2 * lane + word // 2
         byte = n * 128 + 2 * place
         byte ^= (byte >> 7 & 7) << 4  # the 128-byte swizzle
         assert flat[byte // 2] == dense[0, 256 + row, 64 + column]
@@ -138,7 +131,8 @@ class Launches:
         self.made: list[tuple[str, Any]] = []
         for name, module in (("stream", product_launch), ("dense", dense_launch)):
             monkeypatch.setattr(module, "launch", lambda *a, name=name: self.made.append((name, a)))
-        monkeypatch.setattr(TritonBackend, "checked_einsum", self.inherited)
+        for name in ("checked_einsum", "checked_linear"):
+            monkeypatch.setattr(TritonBackend, name, self.inherited)
 
     def inherited(self, *arguments: Any) -> None:
         self.made.append(("inherited", arguments))
@@ -204,6 +198,24 @@ def test_only_an_einsums_whole_pieces_are_prepared() -> None:
     assert not products.can_prepare(torch.empty(8, 384, 4096), packed)
     assert not products.can_prepare(torch.empty(8, 256, 64), packed)
     assert not products.can_prepare(torch.empty(5120, 8192), torch.empty(0, dtype=torch.uint8))
+
+
+def test_a_handful_of_rows_of_a_linear_are_quantized_and_multiplied(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def quantized(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.to(torch.float8_e4m3fn), torch.zeros(x.shape[0], x.shape[1] // 128).int()
+
+    monkeypatch.setattr(products, "quantize", quantized)
+    w = torch.zeros(256, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    sw = torch.zeros(256, 16, dtype=torch.uint8)
+    for tokens in (0, 8, 9):
+        Sm90Backend().linear(torch.zeros(tokens, 512, dtype=torch.bfloat16), w, sw)
+    Sm90Backend().linear(torch.zeros(2, 512, dtype=torch.bfloat16), w[:192], sw[:192])
+    assert [name for name, _ in launches.made] == ["stream", "inherited", "inherited"]
+    x, x_scale, weight_, scale, out = launches.made[0][1]
+    assert (x.shape, x_scale.shape, out.shape) == ((8, 1, 512), (8, 1, 4), (8, 1, 256))
+    assert (weight_.shape, scale.shape, scale.dtype) == ((1, 256, 512), (1, 256, 4), torch.int32)
 
 
 def test_operands_carry_the_strides_of_a_step_and_its_live_groups() -> None:

@@ -124,3 +124,8 @@ class Sm90Backend(TritonBackend):
             products.einsum(x, w, out, self._pieces.kept(*w))
         else:
             super().checked_einsum(x, w, out)
+
+    def checked_linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        if products.serves_linear(x, w, sw):
+            return products.linear(x, w, sw)
+        return super().checked_linear(x, w, sw)

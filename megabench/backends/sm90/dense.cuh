@@ -6,25 +6,27 @@
 #include "ring.cuh"
 #include "wgmma_registers.cuh"
 
-#ifndef WIDTH
-#define WIDTH 256  // weight rows of a tile, wgmma's N: 128 or 256
-#endif
-constexpr int kWidth = WIDTH, kPieceRows = 256;
+constexpr int kWidth = 256;               // weight rows of a tile: wgmma's N
 constexpr int kTokens = 128;              // of a tile: wgmma's M, 64 a math warpgroup
 constexpr int kGroup = 128, kThreads = 3 * kGroup;
 constexpr int kMathRegisters = 232, kLoadRegisters = 40;
-constexpr int kPieceColumns = 64;         // 128-byte rows of bf16
-constexpr u32 kPieceBytes = kPieceRows * kPieceColumns * 2;
-constexpr u32 kSlotBytes = kWidth * kPieceColumns * 2;
+constexpr int kSlabColumns = 64;          // of the weight's pieces: 128-byte rows of bf16
 constexpr u32 kSharedBytes = 232448;
-constexpr int kSlots = (kSharedBytes - 1024) / kSlotBytes;
-constexpr u32 kBarFull = kSlots * kSlotBytes, kBarFree = kBarFull + 8 * kSlots;
-static_assert(kBarFree + 8 * kSlots <= kSharedBytes, "an SM gives a CTA 227 KB");
+constexpr u32 kSlabBytes = kWidth * kSlabColumns * 2;
+constexpr u32 kRawBytes = kTokens * kColumns, kScaleBytes = kTokens * 4;
+constexpr int kStages = 3;                // of quantized activations, 128 columns each
+constexpr int kSlabs = (kSharedBytes - 1024 - kStages * (kRawBytes + kScaleBytes)) / kSlabBytes;
+constexpr u32 kSmemRaw = kSlabs * kSlabBytes;
+constexpr u32 kSmemScales = kSmemRaw + kStages * kRawBytes;
+constexpr u32 kSmemBars = kSmemScales + kStages * kScaleBytes;
+constexpr u32 kBarFull = kSmemBars, kBarFree = kBarFull + 8 * kStages,
+              kBarSlabFull = kBarFree + 8 * kStages, kBarSlabFree = kBarSlabFull + 8 * kSlabs;
+static_assert(kBarSlabFree + 8 * kSlabs <= kSharedBytes, "an SM gives a CTA 227 KB");
 
 struct Params {
   const u8* x;             // e4m3 [tokens][groups][columns]
-  const u8* w;             // bf16 pieces [groups][rows / 256][columns / 64][256][64], as
-                           // dense_launch.py lays them out: a wgmma operand each
+  const u8* w;             // bf16 pieces [groups][rows / kWidth][columns / 64], as dense_launch.py
+                           // lays them out: a wgmma operand each
   const u32* x_scale;      // ue8m0 x 4, one word for 128 columns
   u16* out;                // bf16 [tokens][groups][rows]
   i64 x_token, x_group;    // strides: bytes, words or elements

@@ -6,8 +6,9 @@ import ctypes
 
 import torch
 
-from megabench.backends.sm90.kernel import Kernel, kernel
+from megabench.backends.sm90.kernel import kernel
 
+SOURCE, NAME = "dense.cu", "sm90_dense_product"
 SHARED_BYTES = 232_448
 THREADS = 384
 STAGE_COLUMNS = 128
@@ -43,27 +44,15 @@ def operand_pieces(dense: torch.Tensor) -> torch.Tensor:
     128-byte swizzle.
 
     Rows: row 8i + 2c + e of 32 is the weight's 8c + 2i + e, so that a lane's results are
-    neighbours. Columns: 16s + 8h + 2c + e of 64 is the weight's 16c + 4s + h + 2e, the order of
-    fragments.
+    neighbours. Columns: 8h + 2s + e of 16 is the weight's 4s + h + 2e, the order of fragments.
     """
     groups, rows, _ = dense.shape
     n, place = torch.arange(PIECE_ROWS), torch.arange(PIECE_COLUMNS)
     row = n // 32 * 32 + n % 8 // 2 * 8 + n % 32 // 8 * 2 + n % 2
     column = ((place // 8)[None] ^ (n % 8)[:, None]) * 8 + place % 8
-    column = column % 8 // 2 * 16 + column // 16 * 4 + column % 16 // 8 + column % 2 * 2
+    column = column // 16 * 16 + column % 8 // 2 * 4 + column % 16 // 8 + column % 2 * 2
     pieces = dense.view(groups, rows // PIECE_ROWS, PIECE_ROWS, -1, PIECE_COLUMNS).transpose(2, 3)
     return pieces[..., row[:, None].to(dense.device), column.to(dense.device)].contiguous()
-
-
-def dense_kernel(device_index: int, width: int) -> Kernel:
-    """The kernel whose tiles have `width` weight rows, 128 or 256."""
-    return kernel(device_index, "dense.cu", "sm90_dense_product", SHARED_BYTES, (f"WIDTH={width}",))
-
-
-def width_for(tokens: int, groups: int, rows: int, multiprocessors: int) -> int:
-    """Weight rows of a tile: half a piece where whole pieces leave half of the chip idle."""
-    tiles = -(-tokens // TILE_TOKENS) * groups * (rows // PIECE_ROWS)
-    return PIECE_ROWS // 2 if 2 * tiles <= multiprocessors else PIECE_ROWS
 
 
 def launch(
@@ -71,16 +60,11 @@ def launch(
     x_scale: torch.Tensor,
     pieces: torch.Tensor,
     out: torch.Tensor,
-    width: int | None = None,
 ) -> None:
     """out bf16 [b, h, d] = x e4m3 [b, h, r], int32 scale words [b, h, r/128], times a weight's
-    pieces, on torch's current stream; `width` other than the chosen one for measurements."""
-    (tokens, groups, columns), rows = x.shape, out.shape[2]
-    index = out.device.index or 0
-    if width is None:
-        whole = dense_kernel(index, PIECE_ROWS)
-        width = width_for(tokens, groups, rows, whole.multiprocessors)
-    token_tiles, row_tiles = -(-tokens // TILE_TOKENS), rows // width
+    pieces, on torch's current stream."""
+    (tokens, groups, columns), row_tiles = x.shape, pieces.shape[1]
+    token_tiles = -(-tokens // TILE_TOKENS)
     tiles = row_tiles * token_tiles * groups
     params = Params(
         x.data_ptr(),
@@ -100,5 +84,5 @@ def launch(
         token_tiles,
         tiles,
     )
-    made = dense_kernel(index, width)
+    made = kernel(out.device.index or 0, SOURCE, NAME, SHARED_BYTES)
     made.launch(params, (min(tiles, made.multiprocessors), 1), THREADS)

@@ -3,13 +3,12 @@
 //
 // Both operands become bf16, exactly, on the way to the tensor cores. The weight is wgmma's A
 // operand and is converted in the registers of the warps that multiply; activations are its B
-// operand and go from memory through the converters' registers into shared memory. Warpgroups, over
-// rings of stages of 128 columns:
+// operand and are converted in shared memory. Warpgroups, over rings of stages of 128 columns:
 //
 //   math       raw -> fragments, wgmma; 64 rows each,    Full, OperandFull -> Free, OperandFree
 //              those with the same rows take turns
-//   convert    activations -> bf16 operand                           OperandFree -> OperandFull
-//   load       the weight's codes and scales, by cp.async                          Free -> Full
+//   convert    raw activations -> bf16 operand           Full, OperandFree -> OperandFull, Free
+//   load       codes and scales of both, by cp.async                               Free -> Full
 //
 // A CTA has one tile; with few tiles a cluster of `split` CTAs shares a tile's columns and adds its
 // partial sums over distributed shared memory.
@@ -28,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
       mbar_init(smem + kBarFull + 8 * i, kGroup);
-      mbar_init(smem + kBarFree + 8 * i, 4 * kRowGroups);
+      mbar_init(smem + kBarFree + 8 * i, 4 * (kRowGroups + kConvertGroups));
     }
     for (int i = 0; i < kBuffers; i++) {
       mbar_init(smem + kBarOperandFull + 8 * i, 4 * kConvertGroups);

@@ -18,8 +18,8 @@ constexpr bool kWide = kTokens == 128;
 constexpr int kRowGroups = kRows / 64, kTurns = (kWide ? 2 : 4) / kRowGroups;
 constexpr int kMathGroups = kRowGroups * kTurns, kConvertGroups = kWide ? 2 : 1;
 constexpr int kGroup = 128, kThreads = (kMathGroups + kConvertGroups + 1) * kGroup;
-constexpr int kMathRegisters = kWide ? 144 : 96, kConvertRegisters = kWide ? 72 : 64,
-              kLoadRegisters = kWide ? 40 : 32;
+constexpr int kMathRegisters = kWide ? 160 : 96, kConvertRegisters = kWide ? 56 : 48,
+              kLoadRegisters = kWide ? 40 : 48;
 static_assert(kMathGroups * kMathRegisters + kConvertGroups * kConvertRegisters + kLoadRegisters <=
                   65536 / kThreads / 8 * 8 * (kThreads / kGroup),
               "what a CTA is launched with");
@@ -32,13 +32,13 @@ struct Params {
 };
 
 // ---- shared memory, bytes
-constexpr u32 kRawBytes = kRows * kColumns;             // 128-byte rows, 16-byte chunks ^ row
-constexpr u32 kScaleBytes = kRows * 4;
+constexpr u32 kRawBytes = (kRows + kTokens) * kColumns;  // 128-byte rows, 16-byte chunks ^ row
+constexpr u32 kScaleBytes = (kRows + kTokens) * 4;
 constexpr u32 kOperandBytes = kTokens * kColumns * 2;   // bf16 [2][tokens][64], swizzled
 constexpr int kBuffers = 2 * kTurns;  // of activations: each turn holds one until its next stage
 constexpr int kFitting =
     (kSharedBytes - 1024 - kBuffers * kOperandBytes) / (kRawBytes + kScaleBytes);
-constexpr int kStages = (kFitting < 24 ? kFitting : 24) / kTurns * kTurns;  // of weights
+constexpr int kStages = (kFitting < 24 ? kFitting : 24) / kTurns * kTurns;  // of codes
 constexpr u32 kSmemOperand = kStages * kRawBytes;
 constexpr u32 kSmemScales = kSmemOperand + kBuffers * kOperandBytes;
 constexpr u32 kSmemBars = kSmemScales + kStages * kScaleBytes;

@@ -1,128 +1,114 @@
-// The two feeding roles of the product: the weight's codes into the ring, activations to bf16.
+// The two feeding roles of the product: quantized operands into the ring, activations to bf16.
 #pragma once
 
 #include "product.cuh"
 
-// Counts this thread's earlier copies on `bar` when they have landed.
-DEVICE void arrive_after_copies(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+// Weights are read once, or by a few CTAs at a time: they leave L2 first.
+DEVICE u64 once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
-// 16 bytes with an L2 policy.
-DEVICE void copy16_with(u32 dst, const void* src, u64 policy) {
+DEVICE void copy16_once(u32 dst, const void* src, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "l"(policy)
                : "memory");
 }
-// What is read once leaves L2 first.
-DEVICE u64 weight_policy(bool once) {
-  u64 first, normal;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return once ? first : normal;
-}
 
-// Weight rows, eight threads a row.
+// Weight rows, then tokens, eight threads a row. Tokens past the last become zeros, unread.
 DEVICE void load_role(const Params& p, u32 smem, int thread, const Tile& t) {
   const Operands& o = p.o;
-  const int line = thread / 8, chunk = thread % 8;
-  const u32 place = smem + line * kColumns + ((chunk ^ (line & 7)) << 4);
-  const u64 policy = weight_policy(p.token_tiles == 1);
-  const i64 step = 16 * o.w_row;
-  const u8* w = o.w + t.group * o.w_group + (t.row + line) * o.w_row + chunk * 16 +
-                (i64)t.first_word * kColumns;
-  const u32* scale = o.w_scale + t.group * o.w_scale_group + (t.row + thread) * o.w_scale_row +
-                     t.first_word * o.w_scale_word;
+  const int line = thread / 8, chunk = thread % 8, live = o.tokens - t.token;
+  const u32 place = line * kColumns + ((chunk ^ (line & 7)) << 4);
+  const u8* w = o.w + t.group * o.w_group + (t.row + line) * o.w_row + chunk * 16;
+  const u8* x = o.x + t.group * o.x_group + (t.token + line) * o.x_token + chunk * 16;
+  const u32* w_scale = o.w_scale + t.group * o.w_scale_group + (t.row + thread) * o.w_scale_row;
+  const u32* x_scale = o.x_scale + t.group * o.x_scale_group + (t.token + thread) * o.x_scale_token;
+  const u64 policy = once_policy();
   StageRing ring;
 #pragma unroll 1
   for (int word = t.first_word; word < t.last_word; word++, ring.advance()) {
     mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
-    const u32 to = place + ring.slot * kRawBytes;
-    const u8* from = w;
+    const u32 raw = smem + ring.slot * kRawBytes + place;
+    const u32 scales = smem + kSmemScales + ring.slot * kScaleBytes + thread * 4;
+    const i64 column = (i64)word * kColumns;
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++, from += step)
-      copy16_with(to + i * 16 * kColumns, from, policy);
-    if (thread < kRows) copy4(smem + kSmemScales + ring.slot * kScaleBytes + thread * 4, scale);
+    for (int i = 0; i < kRows / 16; i++)
+      copy16_once(raw + i * 16 * kColumns, w + column + i * 16 * o.w_row, policy);
+#pragma unroll
+    for (int i = 0; i < (kTokens + 15) / 16; i++)
+      if (kTokens >= 16 || line < kTokens)
+        copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * o.x_token,
+               line + i * 16 < live ? 16 : 0);
+    if (thread < kRows) copy4(scales, w_scale + word * o.w_scale_word);
+    if (thread < kTokens)
+      copy4(scales + kRows * 4, x_scale + word * o.x_scale_word, thread < live ? 4 : 0);
     arrive_after_copies(smem + kBarFull + 8 * ring.slot);
-    w += kColumns;
-    scale += o.w_scale_word;
   }
 }
 
 // Activations -> bf16 operands, in the order of columns of mxfp8.cuh. A thread takes 16 columns of
-// tokens kLines apart, a stage ahead in registers. Lanes 8r..8r+7 are the halves of two tokens'
-// words, arranged so that their stores do not meet in a bank. Tokens past the last are zeros.
+// tokens kLines apart. Lanes 8r..8r+7 are the halves of two tokens' words, arranged so that neither
+// loads nor stores meet in a bank.
 struct Converter {
   static constexpr int kLines = 16 * kConvertGroups, kPieces = (kTokens + kLines - 1) / kLines;
-  const Operands& o;
-  int token, chunk, live;
-  u32 to;
-  const u8* x;
-  const u32* scale;
-  struct Set {
-    uint4 codes[kPieces];
-    u32 scales[kPieces];
-  };
+  static constexpr int kBatch = kPieces < 4 ? kPieces : 4;
+  int chunk, token;
+  u32 from, to;
 
-  DEVICE Converter(const Params& p, int thread, const Tile& t) : o(p.o) {
+  DEVICE explicit Converter(int thread) {
     chunk = thread % 8;
     token = (thread / 8) ^ (chunk >> 2);
+    from = token * kColumns + ((chunk ^ (token & 7)) << 4);
     to = (chunk >> 2) * kTokens * 128 + token * 128 + (((2 * (chunk & 3)) ^ (token & 7)) << 4);
-    live = token < kTokens ? o.tokens - t.token - token : 0;
-    x = o.x + t.group * o.x_group + (t.token + token) * o.x_token + chunk * 16 +
-        (i64)t.first_word * kColumns;
-    scale = o.x_scale + t.group * o.x_scale_group + (t.token + token) * o.x_scale_token +
-            t.first_word * o.x_scale_word;
   }
-  // The next word's codes.
-  DEVICE void fetch(Set& set) {
+
+  DEVICE void widen_stage(u32 raw, u32 scales, u32 operand) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      const bool inside = i * kLines < live;
-      set.codes[i] = inside ? __ldg((const uint4*)(x + i * kLines * o.x_token)) : uint4();
-      set.scales[i] = inside ? __ldg(scale + i * kLines * o.x_scale_token) : 0;
-    }
-    x += kColumns;
-    scale += o.x_scale_word;
-  }
-  DEVICE void widen_stage(const Set& set, u32 operand) const {
+    for (int batch = 0; batch < kPieces; batch += kBatch) {
+      u32 codes[kBatch][4], scale[kBatch];
 #pragma unroll
-    for (int i = 0; i < kPieces; i++) {
-      const u32 v[4] = {set.codes[i].x, set.codes[i].y, set.codes[i].z, set.codes[i].w};
-      const u32 byte = set.scales[i] >> (chunk / 2 * 8) & 0xff, factor = first_factor(byte);
-      u32 even[4], odd[4];
-#pragma unroll
-      for (int s = 0; s < 4; s++) widen(v[s], factor, even[s], odd[s]);
-      if (__any_sync(~0u, has_large(byte))) {
-        const u32 rest = rest_factor(byte);
-#pragma unroll
-        for (int s = 0; s < 4; s++)
-          even[s] = mul_bf16x2(even[s], rest), odd[s] = mul_bf16x2(odd[s], rest);
+      for (int i = 0; i < kBatch; i++) {
+        load_shared4(raw + from + (batch + i) * kLines * kColumns, codes[i]);
+        scale[i] = load_shared_byte(scales + (token + (batch + i) * kLines) * 4 + (chunk >> 1));
       }
-      store_shared4(operand + to + i * kLines * 128, even);
-      store_shared4((operand + to + i * kLines * 128) ^ 16, odd);
+#pragma unroll
+      for (int i = 0; i < kBatch; i++) {
+        u32 even[4], odd[4];
+        const u32 factor = first_factor(scale[i]);
+#pragma unroll
+        for (int s = 0; s < 4; s++) widen(codes[i][s], factor, even[s], odd[s]);
+        if (__any_sync(~0u, has_large(scale[i]))) {
+          const u32 rest = rest_factor(scale[i]);
+#pragma unroll
+          for (int s = 0; s < 4; s++)
+            even[s] = mul_bf16x2(even[s], rest), odd[s] = mul_bf16x2(odd[s], rest);
+        }
+        const u32 at = operand + to + (batch + i) * kLines * 128;
+        store_shared4(at, even);
+        store_shared4(at ^ 16, odd);
+      }
     }
   }
 };
 
 DEVICE void convert_role(const Params& p, u32 smem, int thread, const Tile& t) {
-  const bool works = kTokens >= Converter::kLines || thread < 8 * kTokens;
-  Converter converter(p, thread, t);
-  Converter::Set sets[2];  // take words in turn
-  OperandRing ring;
-  auto convert = [&](Converter::Set& set, int word) {
-    mbar_wait(smem + kBarOperandFree + 8 * ring.slot, ring.parity ^ 1);
-    if (works) converter.widen_stage(set, smem + kSmemOperand + ring.slot * kOperandBytes);
+  const Converter converter(thread);
+  StageRing ring;
+  OperandRing operands;
+#pragma unroll 1
+  for (int word = t.first_word; word < t.last_word; word++, ring.advance(), operands.advance()) {
+    mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
+    mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
+    if (kTokens >= Converter::kLines || thread < 8 * kTokens)
+      converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
+                            smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
+                            smem + kSmemOperand + operands.slot * kOperandBytes);
     fence_async_proxy();
     __syncwarp();
-    if (thread % 32 == 0) mbar_arrive(smem + kBarOperandFull + 8 * ring.slot);
-    ring.advance();
-    if (word + 2 < t.last_word) converter.fetch(set);
-  };
-  if (t.first_word < t.last_word) converter.fetch(sets[0]);
-  if (t.first_word + 1 < t.last_word) converter.fetch(sets[1]);
-#pragma unroll 1
-  for (int word = t.first_word; word < t.last_word; word += 2) {
-    convert(sets[0], word);
-    if (word + 1 < t.last_word) convert(sets[1], word + 1);
+    if (thread % 32 == 0) {
+      mbar_arrive(smem + kBarOperandFull + 8 * operands.slot);
+      mbar_arrive(smem + kBarFree + 8 * ring.slot);
+    }
   }
 }

@@ -1,7 +1,8 @@
 """The matrix products of the `sm90` backend: which kernel serves a call, and its operands.
 
-Few tokens stream the e4m3 weight (product.cu). From DENSE_TOKENS on arithmetic binds, and a bf16
-form of the weight that `prepare` made saves its conversion (dense.cu).
+A handful of tokens and few tokens stream the e4m3 weight (skinny.cu, product.cu). From DENSE_TOKENS
+on arithmetic binds, and a bf16 form of the weight that `prepare` made saves its conversion
+(dense.cu). A linear is served for a handful of tokens, where it beats Triton's.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from megabench.backends.eager_matmul import DenseWeights
 from megabench.backends.sm90 import dense_launch, product_launch
 from megabench.backends.sm90.quantize_launch import quantize
 
-DENSE_TOKENS = 129
+DENSE_TOKENS = 257
 """From here the bf16 form is faster (docs/kernels.md)."""
 
 
@@ -63,18 +64,21 @@ def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> 
 
 
 def serves_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
-    """Whether the kernels can read checked operands of a linear."""
-    return _whole_tiles(w) and sw.is_contiguous() and all(_aligned(t[:, None]) for t in (x, w))
+    """Whether the kernels can read checked operands of a linear, and win."""
+    return (
+        x.shape[0] <= product_launch.SKINNY_TOKENS
+        and _whole_tiles(w)
+        and sw.is_contiguous()
+        and all(_aligned(t[:, None]) for t in (x, w))
+    )
 
 
-def linear(
-    x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor, pieces: torch.Tensor | None
-) -> torch.Tensor:
+def linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
     """bf16 [T, N] of x bf16 [T, K], quantized per token and 32 columns, and w e4m3 [N, K] with sw
-    uint8 [N, K/32]; `pieces` is w's bf16 form, if that was kept."""
+    uint8 [N, K/32]."""
     out = x.new_empty((x.shape[0], w.shape[0]))
     if x.shape[0] > 0:
         codes, words = quantize(x)
         operand, weight = (codes[:, None], words[:, None]), (w[None], sw.view(torch.int32)[None])
-        einsum(operand, weight, out[:, None], pieces)
+        product_launch.launch(*operand, *weight, out[:, None])
     return out
