@@ -66,7 +66,7 @@ static_assert(kSmemBytes <= 232448, "an SM gives a CTA 227 KB");
 DEVICE float load_shared_float(u32 a) { return __uint_as_float(load_shared(a)); }
 DEVICE void store_shared_float(u32 a, float v) { store_shared(a, __float_as_uint(v)); }
 
-// Hides how a descriptor was made: the compiler would add every offset to its constant part ahead
+// Hides how a descriptor was made: the compiler may add every offset to its constant part ahead
 // of the loop, and keep tens of descriptors in registers.
 DEVICE u64 opaque(u64 descriptor) {
   asm volatile("" : "+l"(descriptor));
