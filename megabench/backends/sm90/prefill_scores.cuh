@@ -18,12 +18,6 @@ DEVICE void load_matrix4(u32 a, u32 (&v)[4]) {
                : "memory");
 }
 
-// a / b, exact where the quotient is a float (but 0 for a sum past 2^126): no call, unlike division.
-DEVICE float divide(float a, float b) {
-  const float inverse = __fdividef(1.f, b), quotient = a * inverse;
-  return b < 1e37f ? fmaf(fmaf(-quotient, b, a), inverse, quotient) : quotient;
-}
-
 struct Scores {
   const Params& p;
   u32 smem;
@@ -186,18 +180,12 @@ struct Scores {
         most[r] = fmaxf(most[r], __shfl_xor_sync(~0u, most[r], d));
       }
       const bool any = sum[r] > 0.f;
-      // What the probability of the score that set the reference lies beside 1, for the product
-      // under it was rounded: a lone key divides to its own row, exactly.
-      const float rest = __fmul_rn(most[r], p.scale_log2) == reference[r]
-                             ? fmaf(most[r], p.scale_log2, -reference[r])
-                             : 0.f;
       const float sink = p.sink ? __ldg(p.sink + head + 8 * r) : -kInfinity;
       const i64 at = (i64)token_of(p, item) * p.head_tiles * kHeads + head + 8 * r;
       if (me.col == 0) {
         store_shared_float(
             inverse + 32 * r,
-            any ? divide(exp2_approx(rest), sum[r] + exp2_approx(sink * kLog2e - reference[r]))
-                : 0.f);
+            any ? __fdividef(1.f, sum[r] + exp2_approx(sink * kLog2e - reference[r])) : 0.f);
         p.lse[at] = any ? (reference[r] + log2_approx(sum[r])) * kLn2 : kInfinity;
         p.max_logits[at] = most[r] * p.sm_scale;
       }
