@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -19,6 +20,8 @@ from megabench.results.names import STEP
 PUBLISHED_FILE = "published.json"
 MAX_SERIES = 8
 ATTENTION = "decode_attention"
+_LABEL_APART = 1.5
+"""Least ratio of two labelled token counts: nearer ones run into each other."""
 Styles = dict[tuple[Any, ...], tuple[str, str, str]]
 """Series key to colour, marker and label."""
 _SERIES = ["backend", "compress_ratio", "kv_cache", "tp", "kind"]
@@ -117,10 +120,19 @@ def _latency_panel(axis: Axes, data: pd.DataFrame, styles: Styles) -> None:
         )
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    axis.set_xticks(sorted(data["tokens"].unique()))
+    axis.set_xticks(_apart(sorted(data["tokens"].unique())))
     axis.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:,.0f}"))
     axis.xaxis.set_minor_locator(NullLocator())
     _time_axis(axis, float(data["ci_low_us"].min()), float(data["ci_high_us"].max()))
+
+
+def _apart(tokens: Sequence[int]) -> list[int]:
+    """Of ascending counts, those whose labels have room beside the one before."""
+    kept = list(tokens[:1])
+    for count in tokens[1:]:
+        if count >= kept[-1] * _LABEL_APART:
+            kept.append(count)
+    return kept
 
 
 def _time_axis(axis: Axes, low: float, high: float) -> None:

@@ -253,6 +253,13 @@ def test_markers_are_explained_where_series_are_too_many_to_name_them() -> None:
     assert ">decode</text>" in render(many)
 
 
+def test_token_counts_whose_labels_would_run_into_each_other_share_one() -> None:
+    rows = [measured(tokens, "torch", 1.0) for tokens in (512, 1024, 1056, 4096)]
+    page = render(Run(Path("."), cases=rows))
+    assert all(f">{label}</text>" in page for label in ("512", "1,024", "4,096"))
+    assert ">1,056</text>" not in page
+
+
 def test_a_run_that_timed_nothing_has_no_tiles_for_times() -> None:
     assert "roofline fraction" in render(bench_run())
     assert "roofline fraction" not in render(validate_run())
