@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x % kGroup;
   const int role = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const Tile tile(p);
+  const Share share(p);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; i++) {
@@ -40,10 +40,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (role >= kMathGroups) {
     if (role < kMathGroups + kConvertGroups) {
       shrink_registers<kConvertRegisters>();
-      convert_role(p, smem, threadIdx.x - kMathGroups * kGroup, tile);
+      convert_role(p, smem, threadIdx.x - kMathGroups * kGroup, share);
     } else {
       shrink_registers<kLoadRegisters>();
-      load_role(p, smem, thread, tile);
+      load_role(p, smem, thread, share);
     }
     if (p.split > 1) {
       __syncwarp();
@@ -53,14 +53,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   } else {
     grow_registers<kMathRegisters>();
     Math math(p, smem, role, warp);
-    math.multiply(tile);
+    math.multiply(share);
     math.add_turns(mem);
     if (p.split > 1) math.store_partial(mem);
-    else if (math.turn == 0) math.store(tile);
+    else if (math.turn == 0) math.store(Tile(p, share.first_tile));
     if (p.split > 1) {
       __syncwarp();
       cluster_sync();
-      add_partials(p, smem, tile);
+      add_partials(p, smem, Tile(p, share.first_tile), share);
       cluster_sync();  // nobody leaves while its sums are read
     }
   }

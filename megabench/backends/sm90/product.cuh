@@ -26,8 +26,20 @@ static_assert(kMathGroups * kMathRegisters + kConvertGroups * kConvertRegisters 
 constexpr u32 kSharedBytes = 232448;
 
 struct Params {
-  Operands o;
-  int row_tiles, token_tiles;
+  // Operands (mxfp8.cuh), flat: nested, the compiler orders the loads otherwise than was measured
+  const u8* x;
+  const u8* w;
+  const u32* x_scale;
+  const u32* w_scale;
+  u16* out;
+  i64 x_token, x_group;
+  i64 w_row, w_group;
+  i64 x_scale_token, x_scale_group, x_scale_word;
+  i64 w_scale_row, w_scale_group, w_scale_word;
+  i64 out_token, out_group;
+  int tokens;
+  int words;
+  int row_tiles, token_tiles, tiles;
   int split;               // CTAs of the cluster that share a tile's columns
 };
 
@@ -57,19 +69,28 @@ static_assert(kStages % kTurns == 0 && kBuffers % kTurns == 0, "turns own their 
 using StageRing = Ring<kStages>;
 using OperandRing = Ring<kBuffers>;
 
-// The tile of a CTA or cluster, and the CTA's share of its columns. Row tiles are neighbours: they
-// share activations in L2.
+// A tile. Row tiles are neighbours: they share activations in L2.
 struct Tile {
-  int group, token, row, first_word, last_word;
-  u32 rank;
-  DEVICE explicit Tile(const Params& p) {
-    const int tile = blockIdx.x / p.split, per_group = p.row_tiles * p.token_tiles;
+  int group, token, row;
+  DEVICE Tile(const Params& p, int tile) {
+    const int per_group = p.row_tiles * p.token_tiles;
     group = tile / per_group;
     const int rest = tile - group * per_group;
     token = rest / p.row_tiles * kTokens;
     row = rest % p.row_tiles * kRows;
+  }
+};
+
+// This CTA's share of the tiles and of a tile's columns. The grid has a CTA, or a cluster, for
+// every tile, so that the loops over tiles end after one.
+struct Share {
+  int first_tile, tile_step, first_word, last_word;
+  u32 rank;
+  DEVICE explicit Share(const Params& p) {
     rank = p.split > 1 ? cluster_rank() : 0;
-    first_word = rank * p.o.words / p.split;
-    last_word = (rank + 1) * p.o.words / p.split;
+    first_tile = blockIdx.x / p.split;
+    tile_step = gridDim.x / p.split;
+    first_word = rank * p.words / p.split;
+    last_word = (rank + 1) * p.words / p.split;
   }
 };

@@ -16,34 +16,39 @@ DEVICE void copy16_once(u32 dst, const void* src, u64 policy) {
 }
 
 // Weight rows, then tokens, eight threads a row. Tokens past the last become zeros, unread.
-DEVICE void load_role(const Params& p, u32 smem, int thread, const Tile& t) {
-  const Operands& o = p.o;
-  const int line = thread / 8, chunk = thread % 8, live = o.tokens - t.token;
+DEVICE void load_role(const Params& p, u32 smem, int thread, const Share& share) {
+  const int line = thread / 8, chunk = thread % 8;
   const u32 place = line * kColumns + ((chunk ^ (line & 7)) << 4);
-  const u8* w = o.w + t.group * o.w_group + (t.row + line) * o.w_row + chunk * 16;
-  const u8* x = o.x + t.group * o.x_group + (t.token + line) * o.x_token + chunk * 16;
-  const u32* w_scale = o.w_scale + t.group * o.w_scale_group + (t.row + thread) * o.w_scale_row;
-  const u32* x_scale = o.x_scale + t.group * o.x_scale_group + (t.token + thread) * o.x_scale_token;
-  const u64 policy = once_policy();
   StageRing ring;
+  const u64 policy = once_policy();
 #pragma unroll 1
-  for (int word = t.first_word; word < t.last_word; word++, ring.advance()) {
-    mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
-    const u32 raw = smem + ring.slot * kRawBytes + place;
-    const u32 scales = smem + kSmemScales + ring.slot * kScaleBytes + thread * 4;
-    const i64 column = (i64)word * kColumns;
+  for (int tile = share.first_tile; tile < p.tiles; tile += share.tile_step) {
+    const Tile t(p, tile);
+    const u8* w = p.w + t.group * p.w_group + (t.row + line) * p.w_row + chunk * 16;
+    const u8* x = p.x + t.group * p.x_group + (t.token + line) * p.x_token + chunk * 16;
+    const u32* w_scale = p.w_scale + t.group * p.w_scale_group + (t.row + thread) * p.w_scale_row;
+    const u32* x_scale =
+        p.x_scale + t.group * p.x_scale_group + (t.token + thread) * p.x_scale_token;
+    const int live = p.tokens - t.token;
+#pragma unroll 1
+    for (int word = share.first_word; word < share.last_word; word++, ring.advance()) {
+      mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
+      const u32 raw = smem + ring.slot * kRawBytes + place;
+      const u32 scales = smem + kSmemScales + ring.slot * kScaleBytes + thread * 4;
+      const i64 column = (i64)word * kColumns;
 #pragma unroll
-    for (int i = 0; i < kRows / 16; i++)
-      copy16_once(raw + i * 16 * kColumns, w + column + i * 16 * o.w_row, policy);
+      for (int i = 0; i < kRows / 16; i++)
+        copy16_once(raw + i * 16 * kColumns, w + column + i * 16 * p.w_row, policy);
 #pragma unroll
-    for (int i = 0; i < (kTokens + 15) / 16; i++)
-      if (kTokens >= 16 || line < kTokens)
-        copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * o.x_token,
-               line + i * 16 < live ? 16 : 0);
-    if (thread < kRows) copy4(scales, w_scale + word * o.w_scale_word);
-    if (thread < kTokens)
-      copy4(scales + kRows * 4, x_scale + word * o.x_scale_word, thread < live ? 4 : 0);
-    arrive_after_copies(smem + kBarFull + 8 * ring.slot);
+      for (int i = 0; i < (kTokens + 15) / 16; i++)
+        if (kTokens >= 16 || line < kTokens)
+          copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * p.x_token,
+                 line + i * 16 < live ? 16 : 0);
+      if (thread < kRows) copy4(scales, w_scale + word * p.w_scale_word);
+      if (thread < kTokens)
+        copy4(scales + kRows * 4, x_scale + word * p.x_scale_word, thread < live ? 4 : 0);
+      arrive_after_copies(smem + kBarFull + 8 * ring.slot);
+    }
   }
 }
 
@@ -92,23 +97,27 @@ struct Converter {
   }
 };
 
-DEVICE void convert_role(const Params& p, u32 smem, int thread, const Tile& t) {
+DEVICE void convert_role(const Params& p, u32 smem, int thread, const Share& share) {
   const Converter converter(thread);
   StageRing ring;
   OperandRing operands;
 #pragma unroll 1
-  for (int word = t.first_word; word < t.last_word; word++, ring.advance(), operands.advance()) {
-    mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
-    mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
-    if (kTokens >= Converter::kLines || thread < 8 * kTokens)
-      converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
-                            smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
-                            smem + kSmemOperand + operands.slot * kOperandBytes);
-    fence_async_proxy();
-    __syncwarp();
-    if (thread % 32 == 0) {
-      mbar_arrive(smem + kBarOperandFull + 8 * operands.slot);
-      mbar_arrive(smem + kBarFree + 8 * ring.slot);
+  for (int tile = share.first_tile; tile < p.tiles; tile += share.tile_step) {
+#pragma unroll 1
+    for (int word = share.first_word; word < share.last_word;
+         word++, ring.advance(), operands.advance()) {
+      mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
+      mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
+      if (kTokens >= Converter::kLines || thread < 8 * kTokens)
+        converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
+                              smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
+                              smem + kSmemOperand + operands.slot * kOperandBytes);
+      fence_async_proxy();
+      __syncwarp();
+      if (thread % 32 == 0) {
+        mbar_arrive(smem + kBarOperandFull + 8 * operands.slot);
+        mbar_arrive(smem + kBarFree + 8 * ring.slot);
+      }
     }
   }
 }

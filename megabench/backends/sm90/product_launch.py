@@ -54,12 +54,13 @@ class SkinnyParams(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """`Params` of product.cuh, field for field."""
+    """`Params` of product.cuh, whose first fields are those of `Operands`."""
 
     _fields_ = (
         ("o", Operands),
         ("row_tiles", ctypes.c_int32),
         ("token_tiles", ctypes.c_int32),
+        ("tiles", ctypes.c_int32),
         ("split", ctypes.c_int32),
     )
 
@@ -155,4 +156,5 @@ def launch(
     made = product_kernel(index, tile)
     at_once = {n: made.clusters_at_once(n, tile.threads) for n in SPLITS}
     split = split_for(tiles, o.words, at_once)
-    made.launch(Params(o, row_tiles, token_tiles, split), (tiles * split, 1), tile.threads, split)
+    params = Params(o, row_tiles, token_tiles, tiles, split)
+    made.launch(params, (tiles * split, 1), tile.threads, split)

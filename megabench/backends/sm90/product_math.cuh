@@ -111,15 +111,15 @@ struct Math {
     if (lane == 0) mbar_arrive(smem + kBarOperandFree + 8 * multiplied);
   }
 
-  DEVICE void multiply(const Tile& t) {
-    const int first = t.first_word + turn;
-    if (first >= t.last_word) {
+  DEVICE void multiply(const Share& share) {
+    const int first = share.first_word + turn;
+    if (first >= share.last_word) {
 #pragma unroll
       for (int i = 0; i < kTokens / 2; i++) acc[i] = 0;
       return;
     }
 #pragma unroll 1
-    for (int word = first; word < t.last_word; word += kTurns) stage(word == first);
+    for (int word = first; word < share.last_word; word += kTurns) stage(word == first);
     wgmma_wait<0>();
     pin(acc);
     free_operand();
@@ -127,8 +127,8 @@ struct Math {
 
   // bf16, transposed to [token][row] eight by eight.
   DEVICE void store(const Tile& t) const {
-    const int live = p.o.tokens - t.token;
-    u16* out = p.o.out + t.group * p.o.out_group + (t.token + row) * p.o.out_token + t.row +
+    const int live = p.tokens - t.token;
+    u16* out = p.out + t.group * p.out_group + (t.token + row) * p.out_token + t.row +
                first_row + 2 * col;
 #pragma unroll
     for (int j = 0; j < kTokens / 8; j++) {
@@ -138,7 +138,7 @@ struct Math {
         *(u32*)out = low;
         *(u32*)(out + 8) = high;
       }
-      out += 8 * p.o.out_token;
+      out += 8 * p.out_token;
     }
   }
 
@@ -170,11 +170,11 @@ struct Math {
 };
 
 // Adds the cluster's partial sums in the order of ranks. Each CTA takes a share of the rows.
-DEVICE void add_partials(const Params& p, u32 smem, const Tile& t) {
-  const int live = min(p.o.tokens - t.token, kTokens);
+DEVICE void add_partials(const Params& p, u32 smem, const Tile& t, const Share& share) {
+  const int live = min(p.tokens - t.token, kTokens);
   const int rows = kRows / p.split, octets = rows / 8;  // split is a power of two up to 8
   for (int i = threadIdx.x; i < live * octets; i += kMathGroups * kGroup) {
-    const int token = i / octets, r = t.rank * rows + i % octets * 8;
+    const int token = i / octets, r = share.rank * rows + i % octets * 8;
     float sum[8] = {};
     for (int rank = 0; rank < p.split; rank++) {
       const u32 from = map_to_rank(smem + token * kPartialPitch + r * 4, rank);
@@ -184,7 +184,7 @@ DEVICE void add_partials(const Params& p, u32 smem, const Tile& t) {
 #pragma unroll
       for (int e = 0; e < 4; e++) sum[e] += lo[e], sum[e + 4] += hi[e];
     }
-    *(uint4*)(p.o.out + t.group * p.o.out_group + (t.token + token) * p.o.out_token + t.row + r) =
+    *(uint4*)(p.out + t.group * p.out_group + (t.token + token) * p.out_token + t.row + r) =
         make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
                    pack_bf16(sum[6], sum[7]));
   }
