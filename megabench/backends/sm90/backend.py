@@ -1,4 +1,4 @@
-"""The `sm90` backend: the fused attention ops in CUDA C++ for Hopper, the rest from `triton`."""
+"""The `sm90` backend: attention and the einsum in CUDA C++ for Hopper, the rest from `triton`."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def _last_dim_dense(x: torch.Tensor) -> bool:
 
 
 class Sm90Backend(TritonBackend):
-    """CUDA C++ decode and prefill for sm_90a, compiled at run time; the rest is Triton's.
+    """CUDA C++ decode, prefill and einsum for sm_90a, compiled at run time; the rest is Triton's.
 
     The decode kernel serves 528-byte caches and 288-byte extra caches in interleaved pages, 64 or
     128 padded heads, no Q norm and a positive softmax scale; other calls go to the inherited op. It
     computes 64 heads however few are live: down to 8 that is faster than Triton's 16-head tiles at
-    every number of tokens (docs/kernels.md). What the prefill kernel serves: prefill_launch.serves.
+    every number of tokens (docs/kernels.md). What the other kernels serve: prefill_launch.serves,
+    products.serves and products.serves_linear.
     """
 
     name = "sm90"
