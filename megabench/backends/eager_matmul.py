@@ -16,7 +16,8 @@ from megabench.quant import dequantize_mxfp8, quantize_activation, unpack_scales
 class DenseWeights:
     """Dequantized weights by the identity of the quantized one; an entry dies with its weight.
 
-    A weight that was written to after `prepare` is dequantized afresh: never stale, only slow.
+    A weight that was written to after `prepare`, or that comes with another scale, is dequantized
+    afresh: never stale, only slow.
     """
 
     def __init__(self) -> None:
@@ -24,14 +25,14 @@ class DenseWeights:
 
     def prepare(self, weight: torch.Tensor, scale: torch.Tensor) -> None:
         """Make and keep the dense form of e4m3 `weight` with its ue8m0 `scale`."""
-        self._made[weight] = (weight._version, scale._version, self._dense(weight, scale))
+        self._made[weight] = (_state(weight, scale), self._dense(weight, scale))
 
     def kept(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor | None:
-        """The dense form that `prepare` made, unless weight or scale was written to since."""
+        """The dense form that `prepare` made of these two, unless one was written to since."""
         made = self._made.get(weight)
-        if made is None or made[:2] != (weight._version, scale._version):
+        if made is None or made[0] != _state(weight, scale):
             return None
-        dense: torch.Tensor = made[2]
+        dense: torch.Tensor = made[1]
         return dense
 
     def get(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -44,6 +45,11 @@ class DenseWeights:
         scale_bytes = unpack_scales(scale) if packed else scale.view(torch.uint8)
         operand = torch.bfloat16 if weight.device.type == "cuda" else torch.float32
         return dequantize_mxfp8(weight, scale_bytes).to(operand)
+
+
+def _state(weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int, int, int]:
+    """What changes when either is written to, or another takes its place."""
+    return weight._version, weight.data_ptr(), scale._version, scale.data_ptr()
 
 
 def linear(

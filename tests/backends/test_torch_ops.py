@@ -219,6 +219,17 @@ def test_a_weight_written_to_after_prepare_is_never_served_stale() -> None:
     assert backend.linear(x, weight, scale).item() == 128.0
 
 
+def test_a_weight_that_comes_with_another_scale_is_never_served_stale() -> None:
+    x = torch.ones(1, 32, dtype=torch.bfloat16)
+    weight = torch.full((1, 32), 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale, other = (torch.full((1, 1), byte, dtype=torch.uint8) for byte in (127, 128))
+    assert scale._version == other._version
+    backend = TorchBackend()
+    backend.prepare(weight, scale)
+    assert backend.linear(x, weight, other).item() == 64.0
+    assert backend.linear(x, weight, scale).item() == 32.0
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5])
 def test_the_einsum_reads_live_groups_of_the_kernels_own_buffer(tokens: int) -> None:
     torch.manual_seed(tokens)
