@@ -11,9 +11,11 @@ import torch
 from tiny_suite import ROOT, command, environment, write_suite
 
 from megabench.cases import Case, Suite, load_suite
+from megabench.faults import Trials
 from megabench.isolate import Job, Pool, ValidateSetup, WorkerError, jobs_of, remaining
 from megabench.isolate.pool import JobQueue
 from megabench.isolate.process import TAIL_BYTES
+from megabench.isolate.tasks import make_task
 from megabench.results import CaseResult, Run, read_run
 from megabench.runs import Request, RunError, check_workers
 
@@ -178,6 +180,17 @@ def test_workers_get_a_gpu_each_or_share_the_one_that_is_named_by_its_number(
     assert devices("cpu", 2) == ["cpu", "cpu"]
     with pytest.raises(RunError, match="torch sees 2 CUDA devices; say --device cuda:0"):
         devices("cuda", 3)
+
+
+def test_what_works_on_a_numbered_gpu_makes_it_the_current_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    for name in ("cpu", "cuda", "cuda:1"):
+        make_task(ValidateSetup(device=name, source="tiny.yaml"))
+    Trials([], "torch", torch.device("cuda:2"))
+    assert current == [torch.device("cuda:1"), torch.device("cuda:2")]
 
 
 def test_a_bench_has_all_backends_in_one_job_and_a_validation_one() -> None:

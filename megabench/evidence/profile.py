@@ -10,6 +10,7 @@ import torch
 from megabench.backends import get_backend
 from megabench.bench.arms import LayerPool, step_arms
 from megabench.cases import Case, CaseError, nearest
+from megabench.devices import make_current
 from megabench.workload import build_weights, build_workload, obstacle
 
 RANGE = "megabench"
@@ -31,6 +32,7 @@ def prepare(
     -> (the op's name, what runs it). The attention is taken when none is named. CaseError when the
     case cannot run here or has no such op.
     """
+    make_current(device)
     backend = get_backend(backend_name, case.page_layout)
     reason = obstacle(case, backend, device)
     if reason:

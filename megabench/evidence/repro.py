@@ -26,6 +26,7 @@ import torch
 
 from megabench import get_backend
 from megabench.cases import Case
+from megabench.devices import make_current
 from megabench.metadata import forward_context
 from megabench.validate import Store, validate_case
 from megabench.workload import build_weights, build_workload, make_layer
@@ -66,6 +67,7 @@ def judge(case: Case) -> bool:
 
 
 if __name__ == "__main__":
+    make_current(DEVICE)
     if sys.argv[1:] == ["step"]:
         print(step(the_case()))
     else:

@@ -10,6 +10,7 @@ import torch
 
 from megabench.cases import Case
 from megabench.cases.case import DEFAULT_MODEL
+from megabench.devices import make_current
 from megabench.faults.base import Fault, PutOn
 from megabench.faults.witness import Witness
 from megabench.results import StageResult
@@ -58,6 +59,7 @@ class Trials:
     def __init__(
         self, cases: Sequence[Case], backend_name: str, device: torch.device, layer_seed: int = 0
     ) -> None:
+        make_current(device)
         self._name = backend_name
         self._store = Store(device, layer_seed=layer_seed)
         self._triggers = {_plain_id(case): case for case in cases}

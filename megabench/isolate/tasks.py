@@ -14,6 +14,7 @@ from megabench.backends import BackendError, get_backend
 from megabench.bench.cupti import CuptiTracer, Spans
 from megabench.bench.runner import BenchRun, Judge, describe
 from megabench.cases import Case
+from megabench.devices import make_current
 from megabench.evidence.dump import Dumper
 from megabench.formats import PAGE_LAYOUTS
 from megabench.isolate.messages import BenchSetup, CaseRow, Job, Setup, ValidateSetup
@@ -43,6 +44,7 @@ class Rows:
 
 def make_task(setup: Setup) -> tuple[list[CaseRow], Task]:
     """Rows that setting up makes (a bench's ceilings), and what runs one job."""
+    make_current(torch.device(setup.device))
     first: list[CaseRow] = []
     if isinstance(setup, ValidateSetup):
         task: Task = _validating(setup)
