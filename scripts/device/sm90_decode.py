@@ -366,7 +366,7 @@ def main() -> None:
     start = time.time()
     kernels = [decode_kernel(0, fp4, defines) for fp4 in (False, True)]
     print(
-        f"{torch.cuda.get_device_name()} clusters {kernels[0]._clusters} "
+        f"{torch.cuda.get_device_name()} clusters {kernels[0].clusters} "
         f"built in {time.time() - start:.1f} s"
     )
     if "check" in args.what:

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megabench.backends.sm90.prefill_launch import prefill_kernel, prefill_params
+from megabench.backends.sm90 import prefill_launch
+from megabench.backends.sm90.prefill_launch import prefill_params
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import HEAD_DIM
 from megabench.quant import (
@@ -166,11 +167,10 @@ def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], 
         most,
         lse,
     )
-    kernel = prefill_kernel(0, defines)
     out = [pair.data, pair.scale, most, lse]
 
     def launch(_alive: object = (call, out)) -> None:  # params holds addresses only
-        kernel.launch(params)
+        prefill_launch.launch(params, 0, defines)
 
     return launch, out
 
@@ -377,7 +377,7 @@ def main() -> None:
     args = parser.parse_args()
     defines, sizes = tuple(args.defines), tuple(int(size) for size in args.sizes.split(","))
     start = time.time()
-    prefill_kernel(0, defines)
+    launcher(make_call(sizes[0], 1), defines)[0]()
     print(f"{torch.cuda.get_device_name()} built in {time.time() - start:.1f} s", flush=True)
     if "check" in args.what:
         print("ALL OK" if check(defines) else "SOME FAILED", f"{time.time() - start:.1f} s")

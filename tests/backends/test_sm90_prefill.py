@@ -110,7 +110,7 @@ class FakeKernel:
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     kernel = FakeKernel()
-    monkeypatch.setattr(launch, "prefill_kernel", lambda index: kernel)
+    monkeypatch.setattr(launch, "launch", lambda params, index: kernel.launch(params))
     monkeypatch.setattr(TritonBackend, "prefill", lambda self, arguments: ["inherited"])
     return kernel
 

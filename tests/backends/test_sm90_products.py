@@ -199,6 +199,21 @@ def test_unaligned_activations_go_to_the_inherited_op(launches: Launches) -> Non
     assert [name for name, _ in launches.made] == ["inherited", "stream"]
 
 
+def test_a_product_of_no_rows_launches_nothing(launches: Launches) -> None:
+    backend, w = Sm90Backend(), torch.zeros(0, 512, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    einsum(backend, 4, weight(rows=0))
+    einsum(backend, 4, weight(groups=0), groups=0)
+    backend.linear(torch.zeros(2, 512, dtype=torch.bfloat16), w, torch.zeros(0, 16).byte())
+    assert launches.made == []
+
+
+def test_a_linear_whose_scales_are_no_words_goes_to_the_inherited_op(launches: Launches) -> None:
+    w = torch.zeros(128, 128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    sw = torch.zeros(128 * 4 + 1, dtype=torch.uint8)[1:].view(128, 4)
+    Sm90Backend().linear(torch.zeros(2, 128, dtype=torch.bfloat16), w, sw)
+    assert [name for name, _ in launches.made] == ["inherited"]
+
+
 def test_only_an_einsums_whole_pieces_are_prepared() -> None:
     packed = torch.empty(0, dtype=torch.int32)
     assert products.can_prepare(torch.empty(8, 1024, 4096), packed)

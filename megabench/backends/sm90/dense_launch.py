@@ -6,10 +6,9 @@ import ctypes
 
 import torch
 
-from megabench.backends.sm90.kernel import kernel
+from megabench.backends.sm90.kernel import SHARED_BYTES, kernel
 
 SOURCE, NAME = "dense.cu", "sm90_dense_product"
-SHARED_BYTES = 232_448
 THREADS = 384
 STAGE_COLUMNS = 128
 TILE_TOKENS = 128

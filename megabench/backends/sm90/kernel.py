@@ -10,9 +10,19 @@ import torch
 
 from megabench.backends.sm90.nvrtc import bindings, check, load_function
 
+SHARED_BYTES = 232_448
+"""Dynamic shared memory of a CTA: all that an SM gives one. The kernels assert that they fit."""
+LOG2E = 1.4426950408889634
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """An optional tensor's address, null without it."""
+    return None if tensor is None else tensor.data_ptr()
+
 
 class Kernel:
-    """One entry point of one source, compiled and loaded for one device."""
+    """One entry point of one source, compiled and loaded for one device, which must be the current
+    one at a launch. A launch configuration is made once and used again: one thread at a time."""
 
     def __init__(
         self, device: torch.device, source: str, name: str, shared: int, defines: tuple[str, ...]
@@ -45,13 +55,22 @@ class Kernel:
         self._configs[x, y, threads, cluster] = config
         return config
 
+    def allow_large_clusters(self) -> None:
+        """Clusters of more than 8 CTAs, on devices that have them."""
+        attribute = (
+            self._driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
+        )
+        with torch.cuda.device(self._device):
+            done = self._driver.cuFuncSetAttribute(self._function, attribute, 1)
+        check(done, "allowing clusters of more than 8 CTAs")
+
     def clusters_at_once(self, size: int, threads: int) -> int:
         """Clusters of `size` CTAs that can run at once."""
         known = self._clusters.get((size, threads))
         if known is None:
-            found = self._driver.cuOccupancyMaxActiveClusters(
-                self._function, self._config(size, 1, threads, size)
-            )
+            config = self._config(size, 1, threads, size)
+            with torch.cuda.device(self._device):
+                found = self._driver.cuOccupancyMaxActiveClusters(self._function, config)
             known = self._clusters[size, threads] = int(check(found, "counting clusters"))
         return known
 

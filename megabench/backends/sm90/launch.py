@@ -5,16 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from megabench.backends.sm90.nvrtc import bindings, check, load_function
+from megabench.backends.sm90.kernel import LOG2E, SHARED_BYTES, Kernel, kernel, pointer
 
 ENTRY, KERNEL = "decode.cu", "sm90_mega_decode"
 THREADS = 512
-SHARED_BYTES = 232_448
-"""Dynamic shared memory of a CTA: all that an SM gives one; layout.cuh asserts that it fits."""
 HEAD_TILE = 64
 BLOCK_ROWS = 64
 CLUSTER_SIZES = (10, 8, 6, 5, 4, 3, 2)
@@ -22,7 +20,6 @@ CLUSTER_SIZES = (10, 8, 6, 5, 4, 3, 2)
 not fit their partial outputs in shared memory."""
 REPLICAS = (8, 4, 2, 1)
 """Clusters that may compute one item, each finishing a part of its eight wo_a groups."""
-_LOG2E = 1.4426950408889634
 _Pair32, _PairPtr = ctypes.c_uint32 * 2, ctypes.c_void_p * 2
 
 
@@ -86,77 +83,24 @@ def shape_for(items: int, blocks: int, room: Mapping[int, int]) -> Shape:
     return min(fitting, key=cost, default=Shape())
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 class DecodeKernel:
     """The loaded kernel of one device, built for one record type of the extra cache."""
 
-    def __init__(
-        self, device: torch.device, extra_fp4: bool, defines: tuple[str, ...] = ()
-    ) -> None:
-        self._driver, _ = bindings()
-        self._device = device
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes torch's context current
-            self._function = load_function(
-                ENTRY, KERNEL, SHARED_BYTES, (f"EXTRA_FP4={int(extra_fp4)}", *defines)
-            )
-            allowed = self._driver.CUfunction_attribute
-            check(
-                self._driver.cuFuncSetAttribute(
-                    self._function, allowed.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1
-                ),
-                "allowing clusters of more than 8 blocks",
-            )
-            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-            self._clusters = {size: self._most_clusters(size) for size in CLUSTER_SIZES}
-        self._configs: dict[tuple[int, int], Any] = {}
-
-    def _config(self, ctas: int, split: int) -> Any:
-        driver = self._driver
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-        config.sharedMemBytes = SHARED_BYTES
-        if split > 1:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            value = driver.CUlaunchAttributeValue()
-            value.clusterDim.x, value.clusterDim.y, value.clusterDim.z = split, 1, 1
-            attribute.value = value
-            config.attrs, config.numAttrs = [attribute], 1
-        return config
-
-    def _most_clusters(self, size: int) -> int:
-        """Clusters of `size` CTAs that can run at once."""
-        config = self._config(size, size)
-        return int(
-            check(
-                self._driver.cuOccupancyMaxActiveClusters(self._function, config),
-                "cuOccupancyMaxActiveClusters",
-            )
-        )
+    def __init__(self, loaded: Kernel) -> None:
+        loaded.allow_large_clusters()
+        self._loaded = loaded
+        self.clusters = {size: loaded.clusters_at_once(size, THREADS) for size in CLUSTER_SIZES}
 
     def shape_for(self, items: int, blocks: int) -> Shape:
         """How to spread items of at most `blocks` blocks over this device."""
-        return shape_for(items, blocks, self._clusters)
+        return shape_for(items, blocks, self.clusters)
 
     def launch(self, params: Params, shape: Shape) -> None:
         """Run on torch's current stream."""
         split, replicas = params.split, params.replicas = shape
-        ctas = params.items * split * replicas if split > 1 else min(params.items, self._sms)
-        key = (ctas, split)
-        config = self._configs.get(key)
-        if config is None:
-            config = self._configs[key] = self._config(ctas, split)
-        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
-        argument = ctypes.c_void_p(ctypes.addressof(params))
-        check(
-            self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(argument), 0),
-            "the launch of the decode kernel",
-        )
+        most = self._loaded.multiprocessors  # persistent where CTAs share nothing
+        ctas = params.items * split * replicas if split > 1 else min(params.items, most)
+        self._loaded.launch(params, (ctas, 1), THREADS, split)
 
 
 @cache
@@ -164,7 +108,8 @@ def decode_kernel(
     device_index: int, extra_fp4: bool, defines: tuple[str, ...] = ()
 ) -> DecodeKernel:
     """The kernel of one device, compiled and loaded on first use."""
-    return DecodeKernel(torch.device("cuda", device_index), extra_fp4, defines)
+    defines = (f"EXTRA_FP4={int(extra_fp4)}", *defines)
+    return DecodeKernel(kernel(device_index, ENTRY, KERNEL, SHARED_BYTES, defines))
 
 
 @cache
@@ -201,7 +146,7 @@ def _source(
     return Source(
         pool.data_ptr(),
         indices.data_ptr(),
-        _pointer(lengths),
+        pointer(lengths),
         page,
         *divisor(page),
         stride // 16,
@@ -238,7 +183,7 @@ def decode_params(
         (swa.lengths, extra.lengths),
         token_positions.data_ptr(),
         cos_sin_cache.data_ptr(),
-        _pointer(attn_sink),
+        pointer(attn_sink),
         out_fp8.data_ptr(),
         out_sf.data_ptr(),
         lse.data_ptr(),
@@ -255,7 +200,7 @@ def decode_params(
         q.shape[0] * head_tiles,
         head_tiles,
         *Shape(),
-        sm_scale * _LOG2E,
+        sm_scale * LOG2E,
     )
 
 

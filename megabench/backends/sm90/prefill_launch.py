@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from typing import Any
 
 import torch
 
 from megabench.backends.arguments import PrefillArguments
-from megabench.backends.sm90.nvrtc import bindings, check, load_function
+from megabench.backends.sm90.kernel import LOG2E, SHARED_BYTES, kernel, pointer
 
 ENTRY, KERNEL = "prefill.cu", "sm90_mega_prefill"
 THREADS = 512
-SHARED_BYTES = 232_448
-"""Dynamic shared memory of a CTA: all that an SM gives one; prefill_layout.cuh asserts the fit."""
 HEAD_TILE = 64
-_LOG2E = 1.4426950408889634
 
 
 class PrefillParams(ctypes.Structure):
@@ -47,10 +42,6 @@ class PrefillParams(ctypes.Structure):
     )
 
 
-def _pointer(tensor: torch.Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
 def prefill_params(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -71,10 +62,10 @@ def prefill_params(
         q.data_ptr(),
         kv.data_ptr(),
         indices.data_ptr(),
-        _pointer(topk_length),
+        pointer(topk_length),
         token_positions.data_ptr(),
         cos_sin_cache.data_ptr(),
-        _pointer(attn_sink),
+        pointer(attn_sink),
         out_fp8.data_ptr(),
         out_sf.data_ptr(),
         max_logits.data_ptr(),
@@ -88,41 +79,14 @@ def prefill_params(
         q.shape[0] * head_tiles,
         head_tiles,
         sm_scale,
-        sm_scale * _LOG2E,
+        sm_scale * LOG2E,
     )
 
 
-class PrefillKernel:
-    """The loaded kernel of one device."""
-
-    def __init__(self, device: torch.device, defines: tuple[str, ...] = ()) -> None:
-        self._driver, _ = bindings()
-        self._device = device
-        with torch.cuda.device(device):
-            torch.cuda.synchronize()  # makes torch's context current
-            self._function = load_function(ENTRY, KERNEL, SHARED_BYTES, defines)
-            self._sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._configs: dict[int, Any] = {}
-
-    def _config(self, ctas: int) -> Any:
-        config = self._driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = ctas, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = THREADS, 1, 1
-        config.sharedMemBytes = SHARED_BYTES
-        return config
-
-    def launch(self, params: PrefillParams) -> None:
-        """Run on torch's current stream, persistent over items: one CTA a multiprocessor."""
-        ctas = min(params.items, self._sms)
-        config = self._configs.get(ctas)
-        if config is None:
-            config = self._configs[ctas] = self._config(ctas)
-        config.hStream = torch.cuda.current_stream(self._device).cuda_stream
-        argument = ctypes.c_void_p(ctypes.addressof(params))
-        check(
-            self._driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(argument), 0),
-            "the launch of the prefill kernel",
-        )
+def launch(params: PrefillParams, device_index: int, defines: tuple[str, ...] = ()) -> None:
+    """Run on torch's current stream, persistent over items: one CTA a multiprocessor."""
+    loaded = kernel(device_index, ENTRY, KERNEL, SHARED_BYTES, defines)
+    loaded.launch(params, (min(params.items, loaded.multiprocessors), 1), THREADS)
 
 
 def serves(args: PrefillArguments) -> bool:
@@ -162,11 +126,5 @@ def prefill(args: PrefillArguments) -> list[torch.Tensor]:
         max_logits,
         lse,
     )
-    prefill_kernel(args.q.device.index or 0).launch(params)
+    launch(params, args.q.device.index or 0)
     return [out.data, out.scale, max_logits, lse]
-
-
-@cache
-def prefill_kernel(device_index: int, defines: tuple[str, ...] = ()) -> PrefillKernel:
-    """The kernel of one device, compiled and loaded on first use."""
-    return PrefillKernel(torch.device("cuda", device_index), defines)

@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from megabench.backends.sm90.kernel import Kernel, kernel
+from megabench.backends.sm90.kernel import SHARED_BYTES, Kernel, kernel
 
-SHARED_BYTES = 232_448
 STAGE_COLUMNS = 128
 ROWS = 128
 """Weight rows are a multiple of this."""

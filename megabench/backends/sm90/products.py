@@ -37,7 +37,9 @@ def can_prepare(weight: torch.Tensor, scale: torch.Tensor) -> bool:
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether rows of [a, b, c] are dense and start at multiples of 16 bytes."""
+    """Whether rows of [a, b, c], if any, are dense and start at multiples of 16 bytes."""
+    if x.numel() == 0:
+        return True
     steps = [x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1]
     return x.stride(2) == 1 and all(step % 16 == 0 for step in (x.data_ptr(), *steps))
 
@@ -55,7 +57,7 @@ def serves(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
 def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> None:
     """out bf16 [b, h, d] of x e4m3 [b, h, r] and w e4m3 [h, d, r], packed int32 scales per 32;
     `pieces` is w's bf16 form, if that was kept."""
-    if out.shape[0] == 0:
+    if out.numel() == 0:
         return
     if pieces is not None and out.shape[0] >= DENSE_TOKENS:
         dense_launch.launch(*x, pieces, out)
@@ -69,6 +71,7 @@ def serves_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
         x.shape[0] <= product_launch.SKINNY_TOKENS
         and _whole_tiles(w)
         and sw.is_contiguous()
+        and sw.storage_offset() % 4 == 0
         and all(_aligned(t[:, None]) for t in (x, w))
     )
 
@@ -77,7 +80,7 @@ def linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
     """bf16 [T, N] of x bf16 [T, K], quantized per token and 32 columns, and w e4m3 [N, K] with sw
     uint8 [N, K/32]."""
     out = x.new_empty((x.shape[0], w.shape[0]))
-    if x.shape[0] > 0:
+    if out.numel() > 0:
         codes, words = quantize(x)
         operand, weight = (codes[:, None], words[:, None]), (w[None], sw.view(torch.int32)[None])
         product_launch.launch(*operand, *weight, out[:, None])
