@@ -15,19 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megabench.cases import (
-    Case,
-    CaseError,
-    Suite,
-    at_seeds,
-    load_suite,
-    nearest,
-    packaged_suites,
-)
+from megabench.cases import CaseError, at_seeds, nearest
 from megabench.cli_evidence import profile, repro
 from megabench.cli_faults import faults
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
-from megabench.cli_options import case_options, chosen_cases, continued, run_options
+from megabench.cli_list import list_command
+from megabench.cli_options import chosen_cases, continued, run_options
 from megabench.version import __version__
 
 if TYPE_CHECKING:
@@ -59,44 +52,7 @@ cli.add_command(baseline)
 cli.add_command(faults)
 cli.add_command(repro)
 cli.add_command(profile)
-
-
-@cli.command("list")
-@case_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a case.")
-def list_command(suite: str | None, pattern: str, seed: int | None, as_json: bool) -> None:
-    """List the cases of a file, or the packaged files when none is named."""
-    if suite is None and pattern == "*" and not as_json:
-        for path in packaged_suites():
-            loaded = load_suite(path)
-            click.echo(f"{loaded.name:10} {_budget(loaded, loaded.cases):40} {loaded.description}")
-        return
-    names = [path.stem for path in packaged_suites()] if suite is None else [suite]
-    for name in names:
-        loaded, cases = chosen_cases(name, pattern, seed)
-        for case in cases:
-            click.echo(json.dumps(_described(case)) if as_json else f"{case.id}  {case.num_tokens}")
-        if not as_json:
-            click.echo(f"{loaded.source}: {_budget(loaded, cases)}")
-
-
-def _budget(suite: Suite, cases: list[Case]) -> str:
-    tokens = sum(case.num_tokens for case in cases)
-    allowed = "" if suite.token_budget is None else f" of {suite.token_budget:,}"
-    return f"{len(cases)} cases, {tokens:,}{allowed} tokens"
-
-
-def _described(case: Case) -> dict[str, Any]:
-    requests = case.requests
-    decodes = sum(request.is_decode for request in requests)
-    return {
-        "id": case.id,
-        "hash": case.hash,
-        "tokens": case.num_tokens,
-        "decodes": decodes,
-        "prefills": len(requests) - decodes,
-        **case.model_dump(mode="json"),
-    }
+cli.add_command(list_command)
 
 
 @cli.command()
@@ -122,7 +78,9 @@ def _described(case: Case) -> dict[str, Any]:
     help="Keep the tensors of failing cases as safetensors.",
 )
 def validate(**options: Any) -> None:
-    """Compare every stage of every case with the golden model; exit 1 when any is wrong."""
+    """Compare every stage of every case with the golden model.
+
+    Exit 1 when any is wrong."""
     from megabench.session import validate_cases
 
     sys.exit(validate_cases(_request("validate", "ci", **continued(options))))
@@ -144,7 +102,9 @@ def bench(
     policy: Path | None,
     **options: Any,
 ) -> None:
-    """Check, then time, every op and the whole step; ends with the path of an HTML report."""
+    """Check, then time, every op and the whole step.
+
+    Ends with the path of an HTML report."""
     from megabench.session import bench_cases
 
     if options["resume"] is not None:
@@ -221,10 +181,11 @@ def _request(
 
 @cli.command()
 @click.argument("run", required=False, type=click.Path(path_type=Path))
-@click.option("--out", default="reports", metavar="DIR", help="Where the latest run is looked for.")
+@click.option("--out", default="reports", metavar="DIR", help="Where runs are; reports by default.")
 def report(run: Path | None, out: str) -> None:
-    """Rebuild the HTML report of RUN, with its verdicts if it was gated; of the latest run by
-    default."""
+    """Rebuild the HTML report of RUN, of the latest run by default.
+
+    With its verdicts, if it was gated."""
     from megabench.runs import latest_run, write_html
 
     click.echo(write_html(latest_run(Path(out)) if run is None else run))
@@ -240,7 +201,7 @@ def report(run: Path | None, out: str) -> None:
     help="Also run kernels: page layouts of every backend, or the vendor's libraries.",
 )
 def doctor(as_json: bool, probes: tuple[str, ...]) -> None:
-    """Say what is installed, what each backend can run here, and why not."""
+    """Say what is installed, what backends can run here, and why not."""
     from megabench.doctor import examine
     from megabench.probes import probes_text, run_probes
 

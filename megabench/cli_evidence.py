@@ -32,7 +32,10 @@ def one_case_options(command: Command) -> Command:
 def repro(
     case_id: str, source: str | None, backend: str, device: str | None, seed: int | None
 ) -> None:
-    """Print a script that repeats CASE on its own, its model and inputs included."""
+    """Print a script that repeats CASE on its own.
+
+    Its model and inputs are included.
+    """
     from megabench.evidence.case import find_case
     from megabench.evidence.repro import repro_script
     from megabench.runs import find_device, resolve_backends
@@ -58,7 +61,10 @@ def profile(
     op: str | None,
     tool: str | None,
 ) -> None:
-    """Launch one op of CASE once, in an NVTX range, and print the command that profiles it."""
+    """Launch one op of CASE once, in an NVTX range.
+
+    Prints the command that profiles it.
+    """
     from megabench.evidence.case import find_case
     from megabench.evidence.profile import RANGE, command, launch, prepare
     from megabench.runs import find_device, resolve_backends

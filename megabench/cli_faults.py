@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 @click.option("--device", help="cpu, cuda or cuda:N; the first GPU by default, if any.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a fault, with every check.")
 def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: bool) -> None:
-    """Wear every fault on a backend and validate; exit 1 when one survives or shows nowhere."""
+    """Wear every fault on a backend and see what validation catches.
+
+    Exit 1 when one survives or shows nowhere.
+    """
     from megabench.faults import CATALOGUE, Trials
     from megabench.faults.isolated import IsolatedTrials
     from megabench.faults.runner import BAD

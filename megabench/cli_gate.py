@@ -29,13 +29,16 @@ policy_option = click.option(
     type=_path,
     default=BASELINES,
     metavar="PATH",
-    help="A shard, a folder of shards by device and suite, or another run.",
+    help="A shard, a folder of shards, or another run; reports/baselines by default.",
 )
 @policy_option
 @click.option("--explain", is_flag=True, help="Print the evidence behind every verdict.")
 @click.option("--junit", type=_path, metavar="FILE", help="Also write the verdicts as JUnit XML.")
 def gate(run: Path, baseline: Path, policy: Path | None, explain: bool, junit: Path | None) -> None:
-    """Compare RUN with a baseline; exit 1 when slower or broken, 3 when it cannot be decided."""
+    """Compare RUN with a baseline, every op of every case.
+
+    Exit 1 when something is slower or broken, 3 when it cannot be decided.
+    """
     from megabench.gate import compare, find_baseline, load_policy, read_processes, read_rerun
     from megabench.gate.processes import header_of, suite_of
 
@@ -57,7 +60,12 @@ def baseline() -> None:
 @click.argument("run", type=_path)
 @click.option("--accept", is_flag=True, help="Write it; otherwise only print what would change.")
 @click.option(
-    "--dir", "folder", type=_path, default=BASELINES, metavar="DIR", help="Where shards are kept."
+    "--dir",
+    "folder",
+    type=_path,
+    default=BASELINES,
+    metavar="DIR",
+    help="Where shards are kept; reports/baselines by default.",
 )
 @click.option("--prune", is_flag=True, help="Drop cases that RUN does not have.")
 def update(run: Path, accept: bool, folder: Path, prune: bool) -> None:

@@ -18,7 +18,9 @@ def case_options(command: Command) -> Command:
     """Options that choose cases."""
     for option in (
         click.option("--seed", type=click.IntRange(min=0), help="Seed of all cases' inputs."),
-        click.option("--case", "pattern", default="*", help="Glob on case ids."),
+        click.option(
+            "--case", "pattern", default="*", metavar="GLOB", help="Case ids, as in 'r2-*'."
+        ),
         click.option(
             "--cases", "suite", metavar="FILE", help="Case file, or a packaged one's name."
         ),
@@ -58,7 +60,12 @@ def run_options(command: Command) -> Command:
             metavar="FILE",
             help="A safetensors checkpoint of the layer in place of random weights.",
         ),
-        click.option("--out", default="reports", metavar="DIR", help="Where run folders are made."),
+        click.option(
+            "--out",
+            default="reports",
+            metavar="DIR",
+            help="Where run folders are made; reports by default.",
+        ),
         click.option("--device", help="cpu, cuda or cuda:N; the first GPU by default, if any."),
         click.option(
             "--backend",

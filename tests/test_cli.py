@@ -88,6 +88,16 @@ def test_list_without_a_file_names_the_packaged_ones(call: Call) -> None:
     ]
 
 
+def test_a_glob_without_a_file_lists_the_matches_of_every_packaged_file(call: Call) -> None:
+    code, out, _ = call("list", "--case", "r2-nvfp4-tp1-2q1s300_1q4")
+    assert code == 0
+    assert "r2-nvfp4-tp1-2q1s300_1q4  6" in out.splitlines()
+    assert "smoke: 1 case, 6 of 100 tokens" in out.splitlines()
+    code, _, error = call("list", "--case", "r2-nvfp4-tp1-2q1s300_1q5")
+    assert code == 2
+    assert "did you mean" in error
+
+
 def test_listed_json_has_a_case_a_line_that_makes_the_case_again(call: Call) -> None:
     from megabench.cases import Case
 
