@@ -235,7 +235,7 @@ def _matmul(name: str, tokens: int, capabilities: tuple[int, ...] = ALL) -> Vari
 VARIANTS = (
     _decode("decode_fp4", 512, 64, 1, True, {90: 616, 100: 400}),
     _decode("decode_fp8_split", 32, 64, 4, False, {90: 496, 100: 264, 120: 8}),
-    _decode("decode_fp4_16_heads", 512, 16, 1, True, {80: 40, 90: 96}, (80, 90)),
+    _decode("decode_fp4_16_heads", 64, 16, 1, True, {80: 40, 90: 96}, (80, 90)),
     _combine("combine_4", 4),
     _prefill("prefill", 64, {90: 40, 100: 128}),
     _prefill_sm90(),
