@@ -3,8 +3,8 @@
 //
 // Work item: one token x 64 heads. A CTA is persistent over items (split 1), or a cluster of
 // `split` CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
-// Very few tokens leave SMs over: several clusters then compute one item, and each reduces a part of
-// its heads, for the reduction is the longest step.
+// Very few tokens leave SMs over: several clusters then compute one item, and each reduces a part
+// of its heads, for the reduction is the longest step.
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
 //   convert   records -> staging ring (cp.async) -> bf16 tile              TileFree  -> TileFull

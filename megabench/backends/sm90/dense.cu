@@ -7,6 +7,7 @@
 //   math x 2   64 tokens each: raw -> fragments, wgmma, store   Full, SlabFull -> Free, SlabFree
 //   load       raw activations, pieces by bulk copies           Free, SlabFree -> Full, SlabFull
 #include "dense.cuh"
+#include "fragments.cuh"
 
 DEVICE void load_role(const Params& p, u32 smem, int thread) {
   const int line = thread / 8, chunk = thread % 8;
@@ -59,37 +60,6 @@ struct Math {
       : p(params), smem(smem_), lane(lane_id()), row(lane >> 2), col(lane & 3),
         first_token(group * 64 + warp * 16) {}
 
-  using Codes = u32[2][2];     // of 32 columns: [16 columns][row, row + 8]
-
-  DEVICE static void load(int q, u32 raw, Codes& codes) {
-#pragma unroll
-    for (int step = 0; step < 2; step++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        codes[step][half] = load_shared((raw ^ ((2 * q + step) << 4)) + half * 8 * kColumns);
-  }
-  DEVICE static void widen_block(int q, const Codes& codes, const u32 (&scales)[2], bool large,
-                                 u32 (&a)[2][4]) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 factor = first_factor(byte_of(scales[half], q));
-#pragma unroll
-      for (int step = 0; step < 2; step++)
-        widen(codes[step][half], factor, a[step][half], a[step][half + 2]);
-    }
-    if (large) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 rest = rest_factor(byte_of(scales[half], q));
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-          a[step][half] = mul_bf16x2(a[step][half], rest);
-          a[step][half + 2] = mul_bf16x2(a[step][half + 2], rest);
-        }
-      }
-    }
-  }
-
   // acc (+)= 128 columns. A piece's 64 are converted while those before are multiplied.
   DEVICE void stage(bool first) {
     const u32 raw = smem + kSmemRaw + ring.slot * kRawBytes + (first_token + row) * kColumns +
@@ -98,17 +68,17 @@ struct Math {
     mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
     const u32 scales[2] = {load_shared(at), load_shared(at + 32)};
     Codes codes[2];
-    load(0, raw, codes[0]);
-    load(1, raw, codes[1]);
+    load_codes(0, raw, codes[0]);
+    load_codes(1, raw, codes[1]);
     const bool large = __any_sync(~0u, has_large(scales[0] | scales[1]));
-    u32 a[2][2][2][4];
+    Fragments a[2][2];  // of 64 columns each
 #pragma unroll
     for (int h = 0; h < 2; h++) {
 #pragma unroll
       for (int q = 0; q < 2; q++) widen_block(2 * h + q, codes[q], scales, large, a[h][q]);
       if (h == 0) {
-        load(2, raw, codes[0]);
-        load(3, raw, codes[1]);
+        load_codes(2, raw, codes[0]);
+        load_codes(3, raw, codes[1]);
       } else {
         __syncwarp();
         if (lane == 0) mbar_arrive(smem + kBarFree + 8 * ring.slot);

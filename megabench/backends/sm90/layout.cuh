@@ -24,8 +24,8 @@ constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
 constexpr int kThreads = 512, kRoleThreads = 128;
 
-// One CTA in a cluster of `split` works on its share of an item's blocks. `replicas` clusters work on
-// one item, all on all of it, and each finishes a part of the heads.
+// One CTA in a cluster of `split` works on its share of an item's blocks. `replicas` clusters work
+// on one item, all on all of it, and each finishes a part of the heads.
 struct Params {
   const u16* q;              // bf16 [s_q][32 chunks][padded heads][16]
   const u8* pool[2];         // sliding-window cache, extra cache (or null)

@@ -6,13 +6,8 @@
 // of output.
 #pragma once
 
+#include "cast.cuh"
 #include "scores.cuh"
-
-// A chunk fragment: eight heads (one a row) x 32 dims, of which a lane has dims 4*col..+3 of the
-// first 16 and of the second.
-struct Chunk {
-  float v[8];
-};
 
 // Inverse RoPE of chunk `rope` (0 or 1) of the last 64 dims.
 DEVICE void rotate_back(Chunk& c, const float* cos_sin, int rope, int col) {
@@ -31,26 +26,10 @@ DEVICE void rotate_back(Chunk& c, const float* cos_sin, int rope, int col) {
 template <int N>
 DEVICE void quantize(const Chunk (&c)[N], const float (&inverse)[N], u8* const (&out)[N],
                      u32 (&byte)[N], int col) {
-  float most[N], factor[N];
+  float factor[N];
   u32 mine[N], other[N];
   const bool odd = col & 1;
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    most[n] = fabsf(c[n].v[0]);
-#pragma unroll
-    for (int i = 1; i < 8; i++) most[n] = fmaxf(most[n], fabsf(c[n].v[i]));
-  }
-#pragma unroll
-  for (int d = 1; d < 4; d <<= 1)
-#pragma unroll
-    for (int n = 0; n < N; n++) most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], d));
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    // ceil(log2(amax / 448)) + 127 on bits: 448 = 1.75 * 2^8
-    const u32 bits = __float_as_uint(fmaxf(most[n] * inverse[n], 1e-4f));
-    byte[n] = (bits - 0x04600001u + 0x00800000u) >> 23;
-    factor[n] = __uint_as_float((254 - byte[n]) << 23) * inverse[n];
-  }
+  cast_scales(c, inverse, byte, factor);
 #pragma unroll
   for (int n = 0; n < N; n++) {  // even lanes store 8 of the first 16 dims, odd lanes of the second
     const float *v = c[n].v, f = factor[n];
@@ -73,14 +52,6 @@ DEVICE u32 join_heads(u32 byte, int row) {
   u32 word = byte << (8 * (row & 3));
   word |= __shfl_xor_sync(~0u, word, 4);
   return word | __shfl_xor_sync(~0u, word, 8);
-}
-
-// Each lane holds four bytes of its row; afterwards lane row 4h + b holds byte b of rows 4h..4h+3.
-DEVICE u32 transpose_bytes(u32 bytes, int row) {
-  const u32 far = __shfl_xor_sync(~0u, bytes, 8);
-  bytes = __byte_perm(bytes, far, row & 2 ? 0x3276 : 0x5410);
-  const u32 near = __shfl_xor_sync(~0u, bytes, 4);
-  return __byte_perm(bytes, near, row & 1 ? 0x3715 : 0x6240);
 }
 
 struct Output {

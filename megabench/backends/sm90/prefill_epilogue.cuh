@@ -1,18 +1,14 @@
 // The prefill's epilogue from registers: inverse RoPE, per-32 cast, wo_a layout.
 //
 // Lane (row, col) of warp w holds heads 16w + row and 16w + row + 8, and dims 2*col, 2*col + 1 of
-// every 8: RoPE pairs are local, the amax over 32 dims takes two shuffles, and two more gather 8
-// neighbouring codes in a lane.
+// each of a chunk's four eights: RoPE pairs are local, the amax over 32 dims takes two shuffles,
+// and two more gather 8 neighbouring codes in a lane.
 #pragma once
 
+#include "cast.cuh"
 #include "prefill_layout.cuh"
 
 constexpr u32 kChunkBytes = kWvGroup * kOutChunk, kWvGroupBytes = kOutChunks * kChunkBytes;
-
-// A chunk fragment: dims 2*col, 2*col + 1 of each of the four eights of 32 dims, of one head.
-struct Chunk {
-  float v[8];
-};
 
 DEVICE void rotate_back(Chunk& c, u32 cos_sin, int first_pair, int col) {
 #pragma unroll
@@ -45,25 +41,9 @@ struct Gather {
 template <int N>
 DEVICE void quantize(const Chunk (&c)[N], const float (&inverse)[N], u8* const (&out)[N],
                      u32 (&byte)[N], const Gather& gather) {
-  float most[N], factor[N];
+  float factor[N];
   u32 mine[N], other[N];
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    most[n] = fabsf(c[n].v[0]);
-#pragma unroll
-    for (int i = 1; i < 8; i++) most[n] = fmaxf(most[n], fabsf(c[n].v[i]));
-  }
-#pragma unroll
-  for (int d = 1; d < 4; d <<= 1)
-#pragma unroll
-    for (int n = 0; n < N; n++) most[n] = fmaxf(most[n], __shfl_xor_sync(~0u, most[n], d));
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    // ceil(log2(amax / 448)) + 127 on bits: 448 = 1.75 * 2^8
-    const u32 bits = __float_as_uint(fmaxf(most[n] * inverse[n], 1e-4f));
-    byte[n] = (bits - 0x04600001u + 0x00800000u) >> 23;
-    factor[n] = __uint_as_float((254 - byte[n]) << 23) * inverse[n];
-  }
+  cast_scales(c, inverse, byte, factor);
 #pragma unroll
   for (int n = 0; n < N; n++) {
     const float *v = c[n].v, f = factor[n];
@@ -78,14 +58,6 @@ DEVICE void quantize(const Chunk (&c)[N], const float (&inverse)[N], u8* const (
   for (int n = 0; n < N; n++)
     *(uint2*)out[n] = make_uint2(__byte_perm(mine[n], other[n], gather.low),
                                  __byte_perm(mine[n], other[n], gather.high));
-}
-
-// Each lane holds four bytes of its row; afterwards lane row 4h + b holds byte b of rows 4h..4h+3.
-DEVICE u32 transpose_bytes(u32 bytes, int row) {
-  const u32 far = __shfl_xor_sync(~0u, bytes, 8);
-  bytes = __byte_perm(bytes, far, row & 2 ? 0x3276 : 0x5410);
-  const u32 near = __shfl_xor_sync(~0u, bytes, 4);
-  return __byte_perm(bytes, near, row & 1 ? 0x3715 : 0x6240);
 }
 
 // Dims 256*half .. +255 of an item's output, times the heads' inverse sums. `o`: wgmma's fragments.

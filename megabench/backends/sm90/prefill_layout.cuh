@@ -2,6 +2,7 @@
 #pragma once
 
 #include "prefill_wgmma.cuh"
+#include "ring.cuh"
 
 constexpr int kHeads = 64;        // heads of one work item: one wgmma M
 constexpr int kDim = 512;         // K and V are the same 512-wide row
@@ -72,18 +73,6 @@ DEVICE u64 opaque(u64 descriptor) {
   asm volatile("" : "+l"(descriptor));
   return descriptor;
 }
-
-// A place in a ring of N, and the parity of its barriers' next completion.
-template <u32 N> struct Ring {
-  u32 slot = 0, parity = 0;
-
-  DEVICE void advance() {
-    if (++slot == N) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Blocks of an item with `rows` columns: at least one, so that every role meets every item.
 DEVICE int blocks_of(int rows) { return max(1, (rows + kBlock - 1) / kBlock); }

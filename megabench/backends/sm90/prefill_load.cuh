@@ -9,11 +9,6 @@
 
 constexpr int kLaneRows = 4;
 
-// Arrives at `bar` once this thread's copies so far have landed.
-DEVICE void copy_arrive(u32 bar) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
-}
-
 struct Loader {
   const Params& p;
   u32 smem;
@@ -64,14 +59,14 @@ struct Loader {
     if (thread < kRopeDims / 4)
       copy16(smem + kSmemCosSin + turn % kItemSlots * kRopeDims * 4 + thread * 16,
              p.cos_sin + (i64)position * kRopeDims + thread * 4);
-    copy_arrive(smem + kBarTileFull + ring.slot * 8);
+    arrive_after_copies(smem + kBarTileFull + ring.slot * 8);
     ring.advance();
     mbar_wait(smem + kBarQFree, (turn & 1) ^ 1);
 #pragma unroll
     for (int c = 0; c < kSharedSteps; c++)
       copy16(smem + kSmemQ + head * 128 + c / 4 * kTileGroup + swizzled(c, head, half),
              q + c * pitch);
-    copy_arrive(smem + kBarQFull);
+    arrive_after_copies(smem + kBarQFull);
   }
   // Where half `half` of 16-dim chunk c lies in a head's 128 bytes.
   DEVICE static u32 swizzled(int c, int head, int half) {
@@ -86,7 +81,7 @@ struct Loader {
 #pragma unroll
       for (int j = 0; j < kLaneRows; j++)
         copy16(tile + g * kTileGroup + j * 16 * 128, from[j] + g * 128, bytes[j]);
-    copy_arrive(smem + kBarTileFull + ring.slot * 8);
+    arrive_after_copies(smem + kBarTileFull + ring.slot * 8);
     ring.advance();
   }
 

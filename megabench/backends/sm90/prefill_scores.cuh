@@ -76,7 +76,7 @@ struct Scores {
     for (int s = 0; s < kSteps; s++) {
       const u64 step = descriptor_step(s / 4 * kTileGroup + s % 4 * 32);
       if (s < kSharedSteps) wgmma_m64n64(x, qs + step, k + step, s);
-      else wgmma_m64n64_registers(x, q[s - kSharedSteps], k + step, s);
+      else wgmma_from_registers<64>(x, q[s - kSharedSteps], k + step, s);
     }
     wgmma_commit();
     wgmma_wait<0>();

@@ -3,12 +3,6 @@
 
 #include "product.cuh"
 
-// Weights are read once, or by a few CTAs at a time: they leave L2 first.
-DEVICE u64 once_policy() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 DEVICE void copy16_once(u32 dst, const void* src, u64 policy) {
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
                "l"(policy)
@@ -80,15 +74,7 @@ struct Converter {
 #pragma unroll
       for (int i = 0; i < kBatch; i++) {
         u32 even[4], odd[4];
-        const u32 factor = first_factor(scale[i]);
-#pragma unroll
-        for (int s = 0; s < 4; s++) widen(codes[i][s], factor, even[s], odd[s]);
-        if (__any_sync(~0u, has_large(scale[i]))) {
-          const u32 rest = rest_factor(scale[i]);
-#pragma unroll
-          for (int s = 0; s < 4; s++)
-            even[s] = mul_bf16x2(even[s], rest), odd[s] = mul_bf16x2(odd[s], rest);
-        }
+        widen16(codes[i], scale[i], even, odd);
         const u32 at = operand + to + (batch + i) * kLines * 128;
         store_shared4(at, even);
         store_shared4(at ^ 16, odd);

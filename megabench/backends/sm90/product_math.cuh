@@ -1,6 +1,7 @@
 // The math role of the product: weights to bf16 fragments, wgmma, the sums of a cluster, the store.
 #pragma once
 
+#include "fragments.cuh"
 #include "product.cuh"
 
 enum NamedBarrier { kBarMath = 1 };
@@ -35,40 +36,6 @@ struct Math {
     operands.advance(turn);
   }
 
-  using Codes = u32[2][2];       // of a block (32 columns): [16 columns][row, row + 8]
-  using Fragments = u32[2][4];   // [16 columns][wgmma's four registers]
-
-  // `raw` is the lane's row of the stage.
-  DEVICE static void load(int q, u32 raw, Codes& codes) {
-#pragma unroll
-    for (int step = 0; step < 2; step++)
-#pragma unroll
-      for (int half = 0; half < 2; half++)
-        codes[step][half] = load_shared((raw ^ ((2 * q + step) << 4)) + half * 8 * kColumns);
-  }
-
-  DEVICE static void widen_block(int q, const Codes& codes, const u32 (&scales)[2], bool large,
-                                 Fragments& a) {
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const u32 factor = first_factor(byte_of(scales[half], q));
-#pragma unroll
-      for (int step = 0; step < 2; step++)
-        widen(codes[step][half], factor, a[step][half], a[step][half + 2]);
-    }
-    if (large) {
-#pragma unroll
-      for (int half = 0; half < 2; half++) {
-        const u32 rest = rest_factor(byte_of(scales[half], q));
-#pragma unroll
-        for (int step = 0; step < 2; step++) {
-          a[step][half] = mul_bf16x2(a[step][half], rest);
-          a[step][half + 2] = mul_bf16x2(a[step][half + 2], rest);
-        }
-      }
-    }
-  }
-
   // acc (+)= one stage. Each block is converted while the one before is multiplied.
   DEVICE void stage(bool first) {
     const u32 raw =
@@ -78,14 +45,14 @@ struct Math {
     const u32 scales[2] = {load_shared(at), load_shared(at + 32)};
     Codes codes;
     Fragments a[2];
-    load(0, raw, codes);
+    load_codes(0, raw, codes);
     const bool large = __any_sync(~0u, has_large(scales[0] | scales[1]));
     const u64 b = tile_descriptor<128>(smem + kSmemOperand + operands.slot * kOperandBytes, 16);
 #pragma unroll
     for (int q = 0; q < kBlocks; q++) {
       widen_block(q, codes, scales, large, a[q & 1]);
       if (q < kBlocks - 1) {
-        load(q + 1, raw, codes);
+        load_codes(q + 1, raw, codes);
       } else {
         __syncwarp();
         if (lane == 0) mbar_arrive(smem + kBarFree + 8 * ring.slot);

@@ -199,3 +199,10 @@ DEVICE void unpack_e4m3x2(u32 codes, float& x, float& y) {
       : "=f"(x), "=f"(y)
       : "r"(codes));
 }
+
+// Of loads and copies that are made once, or by a few CTAs at a time: they leave L2 first.
+DEVICE u64 once_policy() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}

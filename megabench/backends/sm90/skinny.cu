@@ -15,7 +15,6 @@ struct Params {
   int row_tiles;
 };
 
-// Weights are read once: they leave L2 first.
 DEVICE uint4 load_once(const u8* p, u64 policy) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
@@ -31,17 +30,9 @@ DEVICE void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// 16 codes under one scale -> even and odd pairs of four steps.
-DEVICE void widen16(const uint4& codes, u32 scale, u32 (&even)[4], u32 (&odd)[4]) {
-  const u32 v[4] = {codes.x, codes.y, codes.z, codes.w}, factor = first_factor(scale);
-#pragma unroll
-  for (int s = 0; s < 4; s++) widen(v[s], factor, even[s], odd[s]);
-  if (__any_sync(~0u, has_large(scale))) {
-    const u32 rest = rest_factor(scale);
-#pragma unroll
-    for (int s = 0; s < 4; s++)
-      even[s] = mul_bf16x2(even[s], rest), odd[s] = mul_bf16x2(odd[s], rest);
-  }
+DEVICE void widen16(const uint4& v, u32 scale, u32 (&even)[4], u32 (&odd)[4]) {
+  const u32 codes[4] = {v.x, v.y, v.z, v.w};
+  widen16(codes, scale, even, odd);
 }
 
 struct Word {              // 128 columns of the lane's two rows and its token
@@ -60,7 +51,7 @@ struct Stream {
   DEVICE Stream(const Operands& operands, int group, int row, int token, int c_, int word)
       : o(operands), live(token < o.tokens), c(c_) {
     const i64 column = (i64)word * kColumns + 16 * c;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    policy = once_policy();
     w = o.w + group * o.w_group + row * o.w_row + column;
     x = o.x + group * o.x_group + token * o.x_token + column;
     w_scale = o.w_scale + group * o.w_scale_group + row * o.w_scale_row + word * o.w_scale_word;

@@ -1,4 +1,4 @@
-// wgmma: shared-memory descriptors and the two bf16 products of the kernel, fp32 accumulators.
+// wgmma: shared-memory descriptors and bf16 products of the attention kernels, fp32 accumulators.
 #pragma once
 
 #include "ptx.cuh"

@@ -1,0 +1,40 @@
+// Codes in shared memory -> wgmma's A operand: bf16 fragments in the registers of the warps that
+// multiply, 32 columns (a block under one scale) at a time.
+#pragma once
+
+#include "mxfp8.cuh"
+
+using Codes = u32[2][2];      // of a block: [16 columns][row, row + 8]
+using Fragments = u32[2][4];  // [16 columns][wgmma's four registers]
+
+// Block q of a stage; `raw` is the lane's row of it, 128-byte rows of 16-byte chunks ^ row.
+DEVICE void load_codes(int q, u32 raw, Codes& codes) {
+#pragma unroll
+  for (int step = 0; step < 2; step++)
+#pragma unroll
+    for (int half = 0; half < 2; half++)
+      codes[step][half] = load_shared((raw ^ ((2 * q + step) << 4)) + half * 8 * kColumns);
+}
+
+// The block's fragments. `scales`: of row, row + 8; `large`: has_large of any of the warp's.
+DEVICE void widen_block(int q, const Codes& codes, const u32 (&scales)[2], bool large,
+                        Fragments& a) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const u32 factor = first_factor(byte_of(scales[half], q));
+#pragma unroll
+    for (int step = 0; step < 2; step++)
+      widen(codes[step][half], factor, a[step][half], a[step][half + 2]);
+  }
+  if (large) {
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const u32 rest = rest_factor(byte_of(scales[half], q));
+#pragma unroll
+      for (int step = 0; step < 2; step++) {
+        a[step][half] = mul_bf16x2(a[step][half], rest);
+        a[step][half + 2] = mul_bf16x2(a[step][half + 2], rest);
+      }
+    }
+  }
+}
