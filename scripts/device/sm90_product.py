@@ -319,7 +319,7 @@ def choices(call: Call, pieces: torch.Tensor) -> Iterator[tuple[str, Callable[[]
     stream = partial(product_launch.launch, *call.x, *call.w, call.out)
     if tokens <= product_launch.SKINNY_TOKENS:
         yield "skinny", stream
-    for width in (8, 16, 32, 64, 128):
+    for width in (16, 32, 64, 128):
         if min(tokens, 64) <= width <= 2 * max(tokens, 8):
             for rows in (64, 128) if width < 128 else (128,):
                 tile = product_launch.Tile(width, rows)

@@ -7,7 +7,7 @@
 #include "wgmma_registers.cuh"
 
 #ifndef TOKENS
-#define TOKENS 128  // tokens of a tile: wgmma's N
+#define TOKENS 128  // tokens of a tile: wgmma's N, 16 or more
 #endif
 #ifndef ROWS
 #define ROWS 128    // weight rows of a tile: one or two times wgmma's M

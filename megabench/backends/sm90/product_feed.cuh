@@ -34,10 +34,9 @@ DEVICE void load_role(const Params& p, u32 smem, int thread, const Share& share)
       for (int i = 0; i < kRows / 16; i++)
         copy16_once(raw + i * 16 * kColumns, w + column + i * 16 * p.w_row, policy);
 #pragma unroll
-      for (int i = 0; i < (kTokens + 15) / 16; i++)
-        if (kTokens >= 16 || line < kTokens)
-          copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * p.x_token,
-                 line + i * 16 < live ? 16 : 0);
+      for (int i = 0; i < kTokens / 16; i++)
+        copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * p.x_token,
+               line + i * 16 < live ? 16 : 0);
       if (thread < kRows) copy4(scales, w_scale + word * p.w_scale_word);
       if (thread < kTokens)
         copy4(scales + kRows * 4, x_scale + word * p.x_scale_word, thread < live ? 4 : 0);
@@ -50,7 +49,7 @@ DEVICE void load_role(const Params& p, u32 smem, int thread, const Share& share)
 // tokens kLines apart. Lanes 8r..8r+7 are the halves of two tokens' words, arranged so that neither
 // loads nor stores meet in a bank.
 struct Converter {
-  static constexpr int kLines = 16 * kConvertGroups, kPieces = (kTokens + kLines - 1) / kLines;
+  static constexpr int kLines = 16 * kConvertGroups, kPieces = kTokens / kLines;
   static constexpr int kBatch = kPieces < 4 ? kPieces : 4;
   int chunk, token;
   u32 from, to;
@@ -94,10 +93,9 @@ DEVICE void convert_role(const Params& p, u32 smem, int thread, const Share& sha
          word++, ring.advance(), operands.advance()) {
       mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
       mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
-      if (kTokens >= Converter::kLines || thread < 8 * kTokens)
-        converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
-                              smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
-                              smem + kSmemOperand + operands.slot * kOperandBytes);
+      converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
+                            smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
+                            smem + kSmemOperand + operands.slot * kOperandBytes);
       fence_async_proxy();
       __syncwarp();
       if (thread % 32 == 0) {

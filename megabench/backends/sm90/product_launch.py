@@ -17,7 +17,7 @@ WIDEST = 128
 SPLITS = (8, 4, 2)
 SKINNY_TOKENS, SKINNY_ROWS, SKINNY_THREADS = 8, 16, 128
 NARROW_TOKENS = 16
-"""Up to here tiles have 64 rows: enough of them without a cluster."""
+"""Fewest tokens of a tile; it then has 64 rows, so that there are enough without a cluster."""
 
 
 class Operands(ctypes.Structure):
@@ -65,7 +65,7 @@ class Params(ctypes.Structure):
 
 
 class Tile(NamedTuple):
-    """What the kernel is compiled for: tokens (8 to 128) and weight rows (64 or 128) of a tile."""
+    """What the kernel is compiled for: tokens (16 to 128) and weight rows (64 or 128) of a tile."""
 
     tokens: int
     rows: int
@@ -78,8 +78,8 @@ class Tile(NamedTuple):
 
 def tile_for(tokens: int) -> Tile:
     """The tile for `tokens` tokens."""
-    width = min(WIDEST, max(8, 1 << (tokens - 1).bit_length()))
-    return Tile(width, ROWS // 2 if width <= NARROW_TOKENS else ROWS)
+    width = min(WIDEST, max(NARROW_TOKENS, 1 << (tokens - 1).bit_length()))
+    return Tile(width, ROWS // 2 if width == NARROW_TOKENS else ROWS)
 
 
 def split_for(tiles: int, words: int, at_once: dict[int, int]) -> int:

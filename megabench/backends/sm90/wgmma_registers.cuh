@@ -8,18 +8,6 @@ template <int N> DEVICE void wgmma_from_registers(float (&d)[N / 2], const u32 (
                                                   int accumulate);
 
 template <>
-DEVICE void wgmma_from_registers<8>(float (&d)[4], const u32 (&a)[4], u64 b,
-                                     int accumulate) {
-  asm volatile(
-      "{\n.reg .pred acc;\nsetp.ne.b32 acc, %9, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3}, "
-      "{%4, %5, %6, %7}, %8, acc, 1, 1, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
-}
-
-template <>
 DEVICE void wgmma_from_registers<16>(float (&d)[8], const u32 (&a)[4], u64 b,
                                      int accumulate) {
   asm volatile(
