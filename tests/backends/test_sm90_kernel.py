@@ -31,6 +31,15 @@ def compile_cuda(source: Path, folder: Path, *options: str) -> str:
     return done.stderr
 
 
+def mirror(structure: type[ctypes.Structure], name: str) -> list[str]:
+    """Assertions that a C++ structure is laid out like its mirror."""
+    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
+    for field in structure._fields_:
+        offset = getattr(structure, field[0]).offset
+        lines.append(f"static_assert(offsetof({name}, {field[0]}) == {offset});")
+    return lines
+
+
 @needs_nvcc
 @pytest.mark.parametrize("extra_fp4", [0, 1])
 def test_the_kernel_compiles_without_undeclared_spills(tmp_path: Path, extra_fp4: int) -> None:
@@ -53,10 +62,7 @@ def test_no_wgmma_is_serialised(tmp_path: Path, extra_fp4: int) -> None:
 @needs_nvcc
 def test_the_launcher_and_the_kernel_lay_parameters_out_alike(tmp_path: Path) -> None:
     lines = ['#include "layout.cuh"', "#include <cstddef>"]
-    lines.append(f"static_assert(sizeof(Params) == {ctypes.sizeof(launch.Params)});")
-    for field in launch.Params._fields_:
-        offset = getattr(launch.Params, field[0]).offset
-        lines.append(f"static_assert(offsetof(Params, {field[0]}) == {offset});")
+    lines += mirror(launch.Params, "Params")
     lines.append(f"static_assert(kThreads == {launch.THREADS} && kHeads == {launch.HEAD_TILE});")
     lines.append(f"static_assert(kBlock == {launch.BLOCK_ROWS});")
     lines.append(f"static_assert(kSmemBytes <= {launch.SHARED_BYTES});")

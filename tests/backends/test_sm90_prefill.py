@@ -2,36 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from test_sm90_kernel import compile_cuda, mirror, needs_nvcc
 
 from megabench.backends.sm90 import prefill_launch as launch
 from megabench.backends.sm90.backend import Sm90Backend
-from megabench.backends.sm90.nvrtc import ARCH, SOURCE_DIR, sources
+from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
 from megabench.backends.triton.backend import TritonBackend
 
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 TOKENS, HEADS, TOPK = 3, 64, 192
 DECLARED_SPILL_BYTES = 32
 """Spills the schedule accepts: addresses of the loader, once an item."""
-
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no CUDA compiler here")
-
-
-def compile_cuda(source: Path, folder: Path) -> str:
-    """The compiler's messages; fails the test where it refuses the source."""
-    command = [str(NVCC), f"-gencode=arch=compute_{ARCH[3:]},code={ARCH}", "-cubin", "-std=c++17"]
-    command += ["-Xptxas", "-v", "-I", str(SOURCE_DIR), "-o", str(folder / "out.cubin")]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
 
 
 @needs_nvcc
@@ -51,10 +37,7 @@ def test_the_prefill_kernel_compiles_without_undeclared_spills_or_serialised_pro
 @needs_nvcc
 def test_the_launcher_and_the_prefill_kernel_lay_parameters_out_alike(tmp_path: Path) -> None:
     lines = ['#include "prefill_layout.cuh"', "#include <cstddef>"]
-    lines.append(f"static_assert(sizeof(Params) == {ctypes.sizeof(launch.PrefillParams)});")
-    for field in launch.PrefillParams._fields_:
-        offset = getattr(launch.PrefillParams, field[0]).offset
-        lines.append(f"static_assert(offsetof(Params, {field[0]}) == {offset});")
+    lines += mirror(launch.PrefillParams, "Params")
     lines.append(f"static_assert(kThreads == {launch.THREADS} && kHeads == {launch.HEAD_TILE});")
     lines.append(f"static_assert(kSmemBytes <= {launch.SHARED_BYTES});")
     roles = "kLoaderRegisters + kScoreRegisters + 2 * kOutputRegisters"

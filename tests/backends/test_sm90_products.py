@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sm90_kernel import compile_cuda, needs_nvcc
+from test_sm90_kernel import compile_cuda, mirror, needs_nvcc
 
 from megabench.backends.sm90 import dense_launch, product_launch, products, quantize_launch
 from megabench.backends.sm90.backend import Sm90Backend
@@ -37,14 +37,6 @@ def test_the_kernels_compile_without_spills_or_serialised_wgmma(
     assert spills, log
     assert max(spills) == 0, log
     assert not re.search(r"C75\d\d", log), log
-
-
-def mirror(structure: type[ctypes.Structure], name: str) -> list[str]:
-    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
-    for field in structure._fields_:
-        offset = getattr(structure, field[0]).offset
-        lines.append(f"static_assert(offsetof({name}, {field[0]}) == {offset});")
-    return lines
 
 
 @needs_nvcc
