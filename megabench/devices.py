@@ -1,4 +1,4 @@
-"""The current device of a process that works on one GPU of several."""
+"""What a process asks of its GPU: to be the current one, and why it would not capture a graph."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def make_current(device: torch.device) -> None:
     kernel launches are the current device's, wherever their tensors lie."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
+
+
+def first_cause(error: BaseException) -> str:
+    """The first line of what broke a step, not of the graph capture that then could not end."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

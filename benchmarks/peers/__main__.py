@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.peers.arms import Group, Ratio, Row, check, describe, make_flush, measure
+from benchmarks.peers.arms import Group, Ratio, Row, check, make_flush, measure
 from benchmarks.peers.attention import DECODE_BARS, PREFILL_BARS, decode_group, prefill_group
 from benchmarks.peers.compiled import COMPILED_SIZES, compiled_group
 from benchmarks.peers.einsum import BARS as EINSUM_BARS
@@ -32,6 +32,7 @@ from benchmarks.peers.layer_step import BATCH, step_group
 from benchmarks.peers.report import Report
 from benchmarks.peers.steps import Bench
 from megabench.backends.flashmla.gemm import find_gemm
+from megabench.bench.runner import describe
 from megabench.results import capture_environment
 
 Maker = Callable[[Bench], Group]

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from benchmarks.peers.judge import Read
+from megabench.bench.runner import describe
 from megabench.bench.sampling import Policy, Sampled, interleave, paired_ratio, summarise
 from megabench.bench.timers import Run, Timer, cpu_timer, graph_timer
 
@@ -102,12 +103,6 @@ class Ratio:
 
     def as_json(self) -> dict[str, Any]:
         return {"kind": "ratio", **asdict(self), "verdict": self.verdict}
-
-
-def describe(error: Exception) -> str:
-    """An exception in one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def checked(arm: Arm) -> str | None:

@@ -20,6 +20,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megabench.devices import first_cause
+
 Run = Callable[[], list[torch.Tensor]]
 
 FIRST_SPIN_CYCLES = 150_000
@@ -194,17 +196,9 @@ def capture(run: Run, pool: object = None, warm_ups: int = WARM_UPS) -> Launch:
             finally:
                 graph.capture_end()
         except Exception as error:
-            raise CaptureError(_first_cause(error)) from error
+            raise CaptureError(first_cause(error)) from error
     torch.cuda.current_stream().wait_stream(side)
     return Launch(graph.replay, returned)
-
-
-def _first_cause(error: BaseException) -> str:
-    """The first line of what broke the run, not of the capture that then could not end."""
-    while error.__context__ is not None:
-        error = error.__context__
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 def count_kernels(run: Run) -> int | None:

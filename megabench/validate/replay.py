@@ -17,6 +17,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from megabench.devices import first_cause
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.metadata import DeepseekSparseSWAMetadata, DeepseekV4FlashMLAMetadata
 from megabench.validate.device import taken_error
@@ -69,7 +70,7 @@ def _repeated(step: Callable[[], Tensor], device: torch.device) -> tuple[Callabl
         torch.cuda.synchronize(device)
         taken_error()  # the capture's, which no op is to answer for
         _last_graph.clear()  # nor a later capture to find its pool half open
-        return step, f"called again, for it cannot be captured: {_first_cause(error)}"
+        return step, f"called again, for it cannot be captured: {first_cause(error)}"
     torch.cuda.current_stream(device).wait_stream(side)
     _last_graph[:] = [graph]
 
@@ -84,13 +85,6 @@ def _repeated(step: Callable[[], Tensor], device: torch.device) -> tuple[Callabl
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all captures: memory is kept by stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _first_cause(error: BaseException) -> str:
-    """What broke the step, not the capture that then could not end; one line."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def change(workload: Workload) -> None:

@@ -1,4 +1,4 @@
-"""The `sm90` backend: attention and the einsum in CUDA C++ for Hopper, the rest from `triton`."""
+"""The `sm90` backend: attention and products in CUDA C++ for Hopper, the rest from `triton`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _last_dim_dense(x: torch.Tensor) -> bool:
 
 
 class Sm90Backend(TritonBackend):
-    """CUDA C++ decode, prefill and einsum for sm_90a, compiled at run time; the rest is Triton's.
+    """CUDA C++ attention, einsum and linears of few tokens for sm_90a, compiled at run time.
 
     The decode kernel serves 528-byte caches and 288-byte extra caches in interleaved pages, 64 or
     128 padded heads, no Q norm and a positive softmax scale; other calls go to the inherited op. It
