@@ -82,4 +82,5 @@ def _summary(found: list[Finding]) -> None:
         click.echo(f"{check:25} {count:5}  {alone[check]:5}")
     outcomes = Counter(finding.outcome for finding in found)
     said = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-    click.echo(f"\n{len(found)} faults: {said}")
+    plural = "" if len(found) == 1 else "s"
+    click.echo(f"\n{len(found)} fault{plural}: {said}")

@@ -141,7 +141,7 @@ def test_the_command_lists_a_fault_its_outcome_and_its_checks() -> None:
     first, second, *_ = text.splitlines()
     assert first.split(maxsplit=2) == ["R3", "killed", CATALOGUE["R3"].says]
     assert "lse_decode" in second
-    assert text.splitlines()[-1] == "1 faults: 1 killed"
+    assert text.splitlines()[-1] == "1 fault: 1 killed"
 
 
 def test_the_command_gives_every_check_as_json() -> None:
