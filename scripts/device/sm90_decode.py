@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from cold_clock import median_us
 
 from megabench.backends.sm90.launch import blocks_of, decode_kernel, decode_params
 from megabench.formats import FP8, HEAD_DIM, NVFP4, KVRecord
@@ -163,7 +164,12 @@ def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], 
     )
     kernel = decode_kernel(0, extra is not None and extra.record is NVFP4, defines)
     shape = kernel.shape_for(params.items, blocks_of(params))
-    return lambda: kernel.launch(params, shape), [pair.data, pair.scale, lse]
+    out = [pair.data, pair.scale, lse]
+
+    def launch(_alive: object = (call, out)) -> None:  # params holds addresses only
+        kernel.launch(params, shape)
+
+    return launch, out
 
 
 def dequantized(out: list[torch.Tensor]) -> torch.Tensor:
@@ -316,25 +322,6 @@ def check(defines: tuple[str, ...]) -> bool:
     return good
 
 
-def median_us(launch: Callable[[], None], samples: int = 41) -> float:
-    flush = torch.empty(64 << 20, dtype=torch.int32, device=DEVICE)
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    events = []
-    for _ in range(samples):
-        flush.fill_(1)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return sorted(1e3 * a.elapsed_time(b) for a, b in events)[samples // 2]
-
-
 def time_all(defines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     for record in (FP8, NVFP4):
         whole = make_call(max(sizes), 1, record=record, blocks=2048)
@@ -348,7 +335,7 @@ def time_all(defines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
                 positions=whole.positions[:s_q],
             )
             launch, _ = launcher(call, defines)
-            us = median_us(launch)
+            us = median_us(launch, 41)
             print(
                 f"time {record.name:13s} s_q {s_q:5d} {us:8.2f} us "
                 f"{83.886 * s_q / us:6.1f} TFLOP/s",

@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from cold_clock import median_us
+from sm90_decode import dequantized
 
 from megabench.backends.sm90 import prefill_launch
 from megabench.backends.sm90.prefill_launch import prefill_params
@@ -20,10 +22,8 @@ from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import HEAD_DIM
 from megabench.quant import (
     alloc_mega_attn_output,
-    decode_e4m3,
     dequantize_mxfp8,
     quantize_kv_mxfp8,
-    ue8m0_to_float,
     unpack_scales,
 )
 
@@ -175,15 +175,6 @@ def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], 
     return launch, out
 
 
-def dequantized(out: list[torch.Tensor]) -> torch.Tensor:
-    """[s_q, heads, 512] of the op's output layout."""
-    data, scale = out[0], out[1]
-    s_q, groups = data.shape[:2]
-    values = decode_e4m3(data).view(s_q, groups, 16, 8, 32)
-    factors = ue8m0_to_float(unpack_scales(scale)).view(s_q, groups, 16, 8, 1)
-    return (values * factors).permute(0, 1, 3, 2, 4).reshape(s_q, groups * 8, HEAD_DIM)
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.int32 else x.view(torch.uint8)
 
@@ -317,25 +308,6 @@ def check_graph(defines: tuple[str, ...]) -> bool:
     graph.replay()
     torch.cuda.synchronize()
     return judge("graph replay, changed inputs", other, out)
-
-
-def median_us(launch: Callable[[], object], samples: int = 21) -> float:
-    flush = torch.empty(64 << 20, dtype=torch.int32, device=DEVICE)
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    events = []
-    for _ in range(samples):
-        flush.fill_(1)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return sorted(1e3 * a.elapsed_time(b) for a, b in events)[samples // 2]
 
 
 def report(name: str, s_q: int, launch: Callable[[], object]) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from cold_clock import median_us
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair
 from megabench.backends.sm90 import dense_launch, product_launch
@@ -248,25 +249,6 @@ def check_linears() -> bool:
             good &= bool(off < 2**-8)
     print(f"{'ok  ' if good else 'FAIL'} linears", flush=True)
     return good
-
-
-def median_us(launch: Callable[[], object], samples: int = 21) -> float:
-    flush = torch.empty(64 << 20, dtype=torch.int32, device=DEVICE)
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    events = []
-    for _ in range(samples):
-        flush.fill_(1)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        events.append((begin, end))
-    torch.cuda.synchronize()
-    return sorted(1e3 * a.elapsed_time(b) for a, b in events)[samples // 2]
 
 
 def part_of(whole: Call, tokens: int) -> Call:
