@@ -50,7 +50,9 @@ def get_backend(name_or_spec: str, page_layout: PageLayout = "interleaved") -> B
     if not colon:
         known = [*backend_specs(), AUTO]
         near = difflib.get_close_matches(name_or_spec, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+        hint = (
+            f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}, module:attribute"
+        )
         raise BackendError(f"backend {name_or_spec}: no such backend; {hint}")
     try:
         found = getattr(importlib.import_module(module_name), attribute)

@@ -35,6 +35,7 @@ def test_a_users_class_or_object_is_found_by_module_and_attribute() -> None:
     ("spec", "said"),
     [
         ("torhc", "did you mean torch?"),
+        ("math", "auto, module:attribute"),
         ("nothing.at.all:Backend", "No module named"),
         (f"{__name__}:Missing", "no attribute 'Missing'"),
         (f"{__name__}:READY", "page_split, not interleaved"),
