@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from cold_clock import median_us
 
-from megabench.backends.sm90.launch import blocks_of, decode_kernel, decode_params
+from megabench.backends.sm90.decode_launch import blocks_of, decode_kernel, decode_params
 from megabench.formats import FP8, HEAD_DIM, NVFP4, KVRecord
 from megabench.quant import (
     alloc_mega_attn_output,

@@ -11,7 +11,7 @@ import torch
 from megabench.backends.sm90 import backend as module
 from megabench.backends.sm90 import nvrtc
 from megabench.backends.sm90.backend import Sm90Backend
-from megabench.backends.sm90.launch import Shape
+from megabench.backends.sm90.decode_launch import Shape
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8
 from megabench.geometry import Geometry

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megabench.backends.sm90 import launch
+from megabench.backends.sm90 import decode_launch as launch
 from megabench.backends.sm90.nvrtc import ARCH, SOURCE_DIR, sources
 
 NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from megabench.backends.sm90 import dense_launch, prefill_launch, product_launch
+from megabench.backends.sm90 import decode_launch, dense_launch, prefill_launch, product_launch
 from megabench.backends.sm90 import kernel as module
-from megabench.backends.sm90 import launch as decode_launch
 from megabench.backends.sm90.kernel import Kernel
 
 SMS, STREAM = 132, 77

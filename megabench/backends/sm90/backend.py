@@ -9,7 +9,7 @@ import torch
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import Pair, Support
 from megabench.backends.sm90 import prefill_launch, products
-from megabench.backends.sm90.launch import blocks_of, decode_kernel, decode_params
+from megabench.backends.sm90.decode_launch import blocks_of, decode_kernel, decode_params
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8, KVRecord, PageLayout
 from megabench.geometry import Geometry

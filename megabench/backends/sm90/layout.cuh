@@ -1,4 +1,4 @@
-// Launch parameters (mirrored by launch.py), tile constants and the shared-memory plan.
+// Decode: launch parameters (mirrored by decode_launch.py), tile constants, shared-memory plan.
 #pragma once
 
 #include "wgmma.cuh"
