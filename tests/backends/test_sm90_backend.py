@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sm90_cases import HEADS, TOKENS, attention_arguments
 
 from megabench.backends.sm90 import backend as module
 from megabench.backends.sm90 import nvrtc
@@ -16,33 +17,15 @@ from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, V4_FP8
 from megabench.geometry import Geometry
 
-TOKENS, HEADS = 3, 64
-
 
 def call(**changes: Any) -> dict[str, Any]:
     """Arguments of a decode call that the kernel serves."""
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16),
+    arguments = attention_arguments() | {
         "kv": torch.zeros(4, 32, 1, FP8.nbytes, dtype=torch.uint8),
         "indices": torch.zeros(TOKENS, 128, dtype=torch.int32),
-        "sm_scale": 512**-0.5,
-        "d_v": 512,
-        "attn_sink": torch.zeros(HEADS),
-        "topk_length": torch.ones(TOKENS, dtype=torch.int32),
         "extra_kv": torch.zeros(2, 64, 1, NVFP4.nbytes, dtype=torch.uint8),
         "extra_indices": torch.zeros(TOKENS, 512, dtype=torch.int32),
         "extra_topk_length": None,
-        "enable_q_norm": False,
-        "rms_norm_eps": 1e-6,
-        "token_positions": torch.zeros(TOKENS, dtype=torch.int32),
-        "is_rope_neox_style": False,
-        "rope_dim": 64,
-        "cos_sin_cache": torch.zeros(16, 64),
-        "n_wv_group": HEADS // 8,
-        "num_per_channels": 32,
-        "use_tma_aligned_col_major_sf": True,
-        "round_sf": True,
-        "use_packed_ue8m0": True,
     }
     return arguments | changes
 

@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sm90_cases import check_resources, compile_cuda, mirror, needs_nvcc
 
 from megabench.backends.sm90 import decode_launch as launch
-from megabench.backends.sm90.nvrtc import ARCH, SOURCE_DIR, sources
+from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
 
-NVCC = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 DECLARED_SPILL_BYTES = 128
 """Spills the schedule accepts: address registers of the epilogue, once an item."""
-
-needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no CUDA compiler here")
-
-
-def compile_cuda(source: Path, folder: Path, *options: str) -> str:
-    """The compiler's messages; fails the test where it refuses the source."""
-    command = [str(NVCC), f"-gencode=arch=compute_{ARCH[3:]},code={ARCH}", "-cubin", "-std=c++17"]
-    command += ["-Xptxas", "-v", "-I", str(SOURCE_DIR), *options, "-o", str(folder / "out.cubin")]
-    done = subprocess.run([*command, str(source)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
-
-
-def mirror(structure: type[ctypes.Structure], name: str) -> list[str]:
-    """Assertions that a C++ structure is laid out like its mirror."""
-    lines = [f"static_assert(sizeof({name}) == {ctypes.sizeof(structure)});"]
-    for field in structure._fields_:
-        offset = getattr(structure, field[0]).offset
-        lines.append(f"static_assert(offsetof({name}, {field[0]}) == {offset});")
-    return lines
 
 
 @needs_nvcc
 @pytest.mark.parametrize("extra_fp4", [0, 1])
 def test_the_kernel_compiles_without_undeclared_spills(tmp_path: Path, extra_fp4: int) -> None:
     log = compile_cuda(SOURCE_DIR / launch.ENTRY, tmp_path, f"-DEXTRA_FP4={extra_fp4}")
-    assert launch.KERNEL in log
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-    assert spills, log
-    assert max(spills) <= DECLARED_SPILL_BYTES, log
-    registers = re.findall(r"Used (\d+) registers", log)
-    assert [int(n) * launch.THREADS for n in registers] == [65536], log
+    check_resources(log, launch.KERNEL, launch.THREADS, DECLARED_SPILL_BYTES)
 
 
 @needs_nvcc

@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from test_sm90_kernel import compile_cuda, mirror, needs_nvcc
+from sm90_cases import (
+    HEADS,
+    TOKENS,
+    attention_arguments,
+    check_resources,
+    compile_cuda,
+    mirror,
+    needs_nvcc,
+)
 
 from megabench.backends.sm90 import prefill_launch as launch
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
 from megabench.backends.triton.backend import TritonBackend
 
-TOKENS, HEADS, TOPK = 3, 64, 192
+TOPK = 192
 DECLARED_SPILL_BYTES = 32
 """Spills the schedule accepts: addresses of the loader, once an item."""
 
@@ -25,12 +33,7 @@ def test_the_prefill_kernel_compiles_without_undeclared_spills_or_serialised_pro
     tmp_path: Path,
 ) -> None:
     log = compile_cuda(SOURCE_DIR / launch.ENTRY, tmp_path)
-    assert launch.KERNEL in log
-    spills = [int(n) for n in re.findall(r"(\d+) bytes spill", log)]
-    assert spills, log
-    assert max(spills) <= DECLARED_SPILL_BYTES, log
-    registers = re.findall(r"Used (\d+) registers", log)
-    assert [int(n) * launch.THREADS for n in registers] == [65536], log
+    check_resources(log, launch.KERNEL, launch.THREADS, DECLARED_SPILL_BYTES)
     assert not re.search(r"C75\d\d", log), log
 
 
@@ -57,25 +60,9 @@ def test_every_header_travels_with_the_prefill_source() -> None:
 
 def call(**changes: Any) -> dict[str, Any]:
     """Arguments of a prefill call that the kernel serves."""
-    arguments: dict[str, Any] = {
-        "q": torch.zeros(TOKENS, HEADS, 512, dtype=torch.bfloat16),
+    arguments = attention_arguments() | {
         "kv": torch.zeros(40, 1, 512, dtype=torch.bfloat16),
         "indices": torch.zeros(TOKENS, 1, TOPK, dtype=torch.int32),
-        "sm_scale": 512**-0.5,
-        "d_v": 512,
-        "attn_sink": torch.zeros(HEADS),
-        "topk_length": torch.ones(TOKENS, dtype=torch.int32),
-        "enable_q_norm": False,
-        "rms_norm_eps": 1e-6,
-        "token_positions": torch.zeros(TOKENS, dtype=torch.int32),
-        "is_rope_neox_style": False,
-        "rope_dim": 64,
-        "cos_sin_cache": torch.zeros(16, 64),
-        "n_wv_group": HEADS // 8,
-        "num_per_channels": 32,
-        "use_tma_aligned_col_major_sf": True,
-        "round_sf": True,
-        "use_packed_ue8m0": True,
     }
     return arguments | changes
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_sm90_kernel import compile_cuda, mirror, needs_nvcc
+from sm90_cases import compile_cuda, mirror, needs_nvcc
 
 from megabench.backends.sm90 import dense_launch, product_launch, products, quantize_launch
 from megabench.backends.sm90.backend import Sm90Backend

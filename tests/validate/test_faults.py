@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import faults_of_attention  # noqa: F401  registers its faults
+import faults_of_rows  # noqa: F401  likewise
 import pytest
 import torch
 from faulty_backends import FAULTS, Fault, faulty
