@@ -159,8 +159,9 @@ class BenchRun:
         return [comparison.model_copy(update=named) for comparison in comparisons]
 
     def _clear(self) -> None:
-        """Give back what a case took. What is left stays: no collection, ours or one amid samples,
-        need walk it again."""
+        """Give back what a case took, what earlier ones left too. What remains need not be walked by
+        a collection amid samples."""
+        gc.unfreeze()
         gc.collect()
         gc.freeze()
         if self.device.type == "cuda":

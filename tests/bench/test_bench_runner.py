@@ -259,6 +259,22 @@ def test_nothing_of_a_case_outlives_it(
     assert not [ref for ref in seen if ref() is not None]
 
 
+def test_what_dies_after_its_case_is_given_back_with_the_next(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    class Loop:
+        def __init__(self) -> None:
+            self.loop = self
+
+    run, held = start(), Loop()
+    seen = weakref.ref(held)
+    case = Case(model=model, batch="1q1s40")
+    run.run_case(case, ["torch"])
+    del held
+    run.run_case(case, ["torch"])
+    assert seen() is None
+
+
 def test_rows_name_the_command_that_repeats_them(
     start: Callable[..., BenchRun], model: str
 ) -> None:
