@@ -159,8 +159,8 @@ class BenchRun:
         return [comparison.model_copy(update=named) for comparison in comparisons]
 
     def _clear(self) -> None:
-        """Give back what a case took, what earlier ones left too. What remains need not be walked by
-        a collection amid samples."""
+        """Give back what a case took, and what earlier ones left. What remains need not be walked
+        by a collection amid samples."""
         gc.unfreeze()
         gc.collect()
         gc.freeze()
