@@ -221,7 +221,9 @@ def _wrong(
     ready: _Prepared, watch: _Watch, kept: int, expected: Expected, *, flip: bool
 ) -> str | None:
     """Why the samples stand for nothing: the turn of copies, their outputs, too few of them."""
-    wrong = turn_problem(ready.timer.counts) or _recheck_all(ready, expected, flip=flip)
+    wrong = turn_problem(ready.timer.counts) or recheck(
+        ready.copies, ready.timer, expected, flip=flip
+    )
     if wrong is None and kept < CLEAN_SHARE * (kept + watch.discarded):
         state = summarise_readings("none", watch.readings).invalid
         wrong = f"{watch.discarded} samples fell under {state}; too few are left"
@@ -237,15 +239,6 @@ _NO_SAMPLES = {
     "ci_us": Interval(low=math.nan, high=math.nan),
     "problem": "INVALID: every sample fell under a hardware or thermal slowdown",
 }
-
-
-def _recheck_all(ready: _Prepared, expected: Expected, *, flip: bool) -> str | None:
-    """Every copy's timed outputs against the untimed run's; the changed-input check on one."""
-    for index, copy in enumerate(ready.copies):
-        wrong = recheck(copy, ready.timer, index, expected, flip=flip and index == 0)
-        if wrong is not None:
-            return f"copy {index}: {wrong}" if len(ready.copies) > 1 else wrong
-    return None
 
 
 def _compare(

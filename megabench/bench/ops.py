@@ -44,6 +44,8 @@ _WRITES = {
     "combine_topk_swa_indices": ("out",),
     "fp8_einsum": ("out",),
 }
+POISON = 0x5A
+"""A byte that makes finite values in every float type used here, and no zero."""
 _INSERTS = {"pad_q_and_insert_kv": "swa_cache", "insert_compressed": "cache"}
 
 
@@ -141,7 +143,7 @@ class Target:
             poison_(self.tensor)
         else:
             self._saved = self.tensor[self.pages].clone()
-            self.tensor[self.pages] = 0x5A
+            self.tensor[self.pages] = POISON
 
     def read(self) -> torch.Tensor:
         """A copy of what is there now, as bytes."""
@@ -199,12 +201,9 @@ def flip_sign_(tensor: torch.Tensor) -> None:
 
 
 def poison_(tensor: torch.Tensor) -> None:
-    """Fill with 0x5A bytes: finite in every float type used here, and no zero."""
-    if tensor.is_floating_point() and tensor.element_size() == 1:
-        tensor.view(torch.uint8).fill_(0x5A)
-        return
+    """Fill with `POISON` bytes."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    whole = int.from_bytes(b"\x5a" * tensor.element_size(), "little")
+    whole = int.from_bytes(bytes([POISON]) * tensor.element_size(), "little")
     tensor.view(integer[tensor.element_size()]).fill_(whole)
 
 

@@ -6,7 +6,9 @@ run of the flipped input writes, and something new where the op must. The second
 that is kept, not computed.
 
 An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
-stopped: work on a stream that the clock does not wait for is missing from them.
+stopped: work on a stream that the clock does not wait for is missing from them. Memory that comes
+new from the allocator may hold an earlier run's right answer, though; so after one more run poison
+is laid over its outputs, and nobody may write there until the device is idle.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from megabench.bench.ops import Target, as_bytes, flip_sign_, poison_
+from megabench.bench.ops import POISON, Target, as_bytes, flip_sign_, poison_
 from megabench.bench.timers import Run, Timer
 
 
@@ -66,15 +68,14 @@ def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
 
 
 def _observed(copy: Copy, run: Run, returned: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Poison, run once, and give every output's bytes: targets first, then returned tensors.
+    """Poison, run once, and give every output's bytes. A cache is put back.
 
-    `returned` are tensors a graph returns to each time, poisoned too. A cache is put back.
+    `returned` are tensors that a graph returns to each time, poisoned too.
     """
     for target in copy.targets:
         target.poison()
-    for tensor in returned:
-        if tensor.untyped_storage().data_ptr() not in copy.inputs:
-            poison_(tensor)
+    for tensor in _outputs(copy, returned):
+        poison_(tensor)
     fresh = run()
     seen = [target.read() for target in copy.targets] + [as_bytes(t) for t in fresh]
     for target in copy.targets:
@@ -82,32 +83,68 @@ def _observed(copy: Copy, run: Run, returned: list[torch.Tensor]) -> list[torch.
     return seen
 
 
+def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returned tensors that are no argument handed back."""
+    return [t for t in tensors if t.untyped_storage().data_ptr() not in copy.inputs]
+
+
+def _written_late(copy: Copy, fresh: list[torch.Tensor]) -> bool:
+    """Whether outputs are written after a run has ended for its clock and returned `fresh`: poison
+    laid over them there must last until the device is idle."""
+    fresh = _outputs(copy, fresh)
+    for target in copy.targets:
+        target.poison()
+    for tensor in fresh:
+        poison_(tensor)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    laid = [target.read() for target in copy.targets] + [as_bytes(tensor) for tensor in fresh]
+    for target in copy.targets:
+        target.restore()
+    return any(bool((seen != POISON).any()) for seen in laid)
+
+
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     """Bitwise equality of two observations."""
-    return len(first) == len(second) and all(map(torch.equal, first, second))
+    return not _differ(first, second).item()
+
+
+def _differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
+    """Whether two observations differ, as a tensor [] that nobody has waited for."""
+    if [t.shape for t in first] != [t.shape for t in second]:
+        return torch.tensor(True, device=second[0].device if second else None)
+    found = [(one != other).any() for one, other in zip(first, second, strict=True)]
+    return torch.stack(found).any() if found else torch.tensor(False)
 
 
 def recheck(
-    copy: Copy, timer: Timer, index: int, expected: Expected, *, flip: bool = True
+    copies: list[Copy], timer: Timer, expected: Expected, *, flip: bool = True
 ) -> str | None:
-    """None when copy `index` of `timer` still does its work, else what is wrong with it."""
+    """None when every copy of `timer` still does its work, else what is wrong with it. The first
+    stands for all in what takes longer: late writes and, with `flip`, a changed input."""
 
-    def replay() -> list[torch.Tensor]:
-        return timer.replay(index)
+    def observed(index: int) -> list[torch.Tensor]:
+        kept = timer.returned(index) or []
+        return _observed(copies[index], lambda: timer.replay(index), kept)
 
-    kept = timer.returned(index) or []
-    if not same(_observed(copy, replay, kept), expected.plain):
-        return "outputs after timing differ from the untimed run's"
-    if copy.flippable is None or not flip:
+    differing = [_differ(observed(i), expected.plain) for i in range(len(copies))]
+    for index, differs in enumerate(torch.stack(differing).tolist()):
+        if differs:
+            where = f"copy {index}: " if len(copies) > 1 else ""
+            return f"{where}outputs after timing differ from the untimed run's"
+    first = copies[0]
+    if _written_late(first, timer.replay(0)):
+        return "outputs are still written when the clock has stopped"
+    if first.flippable is None or not flip:
         return None
     untimed = expected.flipped
-    flip_sign_(copy.flippable)
+    flip_sign_(first.flippable)
     try:
-        timed = _observed(copy, replay, kept)
+        timed = observed(0)
     finally:
-        flip_sign_(copy.flippable)
+        flip_sign_(first.flippable)
     if not same(timed, untimed):
         return "the timed form does not follow a changed input"
-    if copy.sensitive and same(timed, expected.plain):
+    if first.sensitive and same(timed, expected.plain):
         return "outputs do not change with a changed input"
     return None

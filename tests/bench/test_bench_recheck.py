@@ -49,7 +49,7 @@ def case() -> tuple[torch.Tensor, torch.Tensor, Copy, Expected]:
 def test_an_honest_op_passes_and_leaves_its_input_as_it_was() -> None:
     x, _, copy, expected = case()
     before = x.clone()
-    assert recheck(copy, HostTimer([copy.run], "host"), 0, expected) is None
+    assert recheck([copy], HostTimer([copy.run], "host"), expected) is None
     assert torch.equal(x, before)
 
 
@@ -64,14 +64,14 @@ def test_the_untimed_runs_are_made_once_for_all_columns() -> None:
     copy = Copy(counted, [Target(out)], flippable=x)
     expected = Expected(copy)
     for _ in range(3):
-        assert recheck(copy, Replay(double(x, out)), 0, expected) is None
+        assert recheck([copy], Replay(double(x, out)), expected) is None
     assert len(runs) == 2
 
 
 def test_an_op_that_skips_its_work_on_replay_is_caught() -> None:
     x, _, copy, expected = case()
     kept = x * 3.0
-    assert recheck(copy, Replay(lambda: [kept]), 0, expected) is not None
+    assert recheck([copy], Replay(lambda: [kept]), expected) is not None
 
 
 def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> None:
@@ -82,7 +82,7 @@ def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> No
         out.copy_(cached[0])
         return [cached[1].clone()]
 
-    wrong = recheck(copy, Replay(from_cache), 0, expected)
+    wrong = recheck([copy], Replay(from_cache), expected)
     assert wrong is not None
     assert "changed input" in wrong
 
@@ -97,7 +97,7 @@ def test_an_op_that_ignores_its_input_every_time_is_caught_where_it_must_not() -
 
     for sensitive in (True, False):
         copy = Copy(run, [Target(out)], flippable=x, sensitive=sensitive)
-        wrong = recheck(copy, HostTimer([run], "host"), 0, Expected(copy, run))
+        wrong = recheck([copy], HostTimer([run], "host"), Expected(copy, run))
         assert (wrong is not None) == sensitive
 
 
@@ -109,14 +109,33 @@ def test_a_graph_that_leaves_its_returned_tensor_untouched_is_caught() -> None:
         torch.mul(x, 2.0, out=out)
         return static
 
-    assert recheck(copy, Replay(replay, static), 0, expected) is not None
+    assert recheck([copy], Replay(replay, static), expected) is not None
+
+
+def test_an_output_that_is_right_and_written_again_before_the_device_is_idle_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x, out, copy, expected = case()
+    assert recheck([copy], Replay(copy.run), expected) is None
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: torch.mul(x, 2.0, out=out))
+    wrong = recheck([copy], Replay(copy.run), expected)
+    assert wrong == "outputs are still written when the clock has stopped"
+
+
+def test_every_copy_is_compared_and_the_wrong_one_is_named() -> None:
+    x, _, copy, expected = case()
+    lazy = Copy(lambda: [x * 3.0], [Target(torch.empty(8))], flippable=x)
+    timer = HostTimer([copy.run, lazy.run], "host")
+    wrong = recheck([copy, lazy], timer, expected)
+    assert wrong == "copy 1: outputs after timing differ from the untimed run's"
 
 
 def test_an_argument_handed_back_is_not_poisoned() -> None:
     x = torch.arange(4.0)
     copy = Copy(lambda: [x], flippable=x, inputs=frozenset({x.untyped_storage().data_ptr()}))
     expected = Expected(copy)
-    assert recheck(copy, Replay(copy.run, [x]), 0, expected) is None
+    assert recheck([copy], Replay(copy.run, [x]), expected) is None
 
 
 def test_nan_outputs_are_compared_by_their_bits() -> None:
