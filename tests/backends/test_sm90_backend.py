@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,3 +145,24 @@ def test_a_failed_call_names_its_status() -> None:
     with pytest.raises(nvrtc.KernelBuildError, match="launch failed with CUDA_ERROR_INVALID_VALUE"):
         nvrtc.check((Status(1),), "launch")
     assert nvrtc.check((Status(0), 7), "launch") == 7
+
+
+def test_line_tables_are_compiled_in_when_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Compiler:
+        def nvrtcVersion(self) -> tuple[int, int, int]:  # noqa: N802 - the binding's name
+            return 0, 13, 0
+
+    def compiled(_entry: str, _files: dict[str, bytes], options: tuple[str, ...]) -> bytes:
+        return repr(options).encode()
+
+    monkeypatch.setattr(nvrtc, "bindings", lambda: (None, Compiler()))
+    monkeypatch.setattr(nvrtc, "_compile", compiled)
+    monkeypatch.setenv("MEGABENCH_CACHE", str(tmp_path))
+    images = []
+    for wanted in ("0", "1"):
+        monkeypatch.setenv("MEGABENCH_LINE_INFO", wanted)
+        images.append(nvrtc.cubin.__wrapped__("decode.cu"))
+    assert [b"line-info" in image for image in images] == [False, True]
+    assert len(list(tmp_path.iterdir())) == 2

@@ -2,7 +2,8 @@
 
 The cubin is also kept in a cache directory of the user's (`MEGABENCH_CACHE`, else
 `$XDG_CACHE_HOME/megabench`), named by a digest of sources and options. `cuda-bindings` is imported
-only here and only when a kernel is asked for.
+only here and only when a kernel is asked for. `MEGABENCH_LINE_INFO=1` adds line tables for
+profilers and sanitizers; the code stays the same.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ def cubin(entry: str, defines: tuple[str, ...] = ()) -> bytes:
     """The sm_90a cubin of `entry` (a .cu file here), from memory, disk or the compiler."""
     files = sources(entry)
     options = (f"--gpu-architecture={ARCH}", "--std=c++17", *(f"-D{name}" for name in defines))
+    if os.environ.get("MEGABENCH_LINE_INFO") == "1":
+        options += ("--generate-line-info",)
     _, nvrtc = bindings()
     version = check(nvrtc.nvrtcVersion(), "nvrtcVersion")
     digest = hashlib.sha256(repr((entry, files, options, version)).encode()).hexdigest()[:32]

@@ -1,0 +1,161 @@
+"""compute-sanitizer over small launches of every kernel: one line for each distinct finding.
+
+    PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [TOOL ...] [--only SUBSTRING]
+        [--processes 3] [--seconds 300] [--keep FOLDER] [--level info]
+
+Tools: memcheck, racecheck, synccheck, initcheck; all by default. racecheck runs a process for each
+group of launches, in which a kernel's name stands for one build, so that offsets become source
+lines; the others run all launches of a backend in one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from sanitizer_log import LineTable, Report, line_table, read_log
+
+HERE = Path(__file__).parent
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+SM90 = {
+    "decode-fp8": ("decode-fp8-clusters", "decode-fp8-persistent"),
+    "decode-fp4": ("decode-fp4-clusters", "decode-fp4-persistent"),
+    "prefill": ("prefill", "einsum-1", "einsum-9", "einsum-257", "linear"),
+    "einsum-17": ("einsum-17",),
+    "einsum-33": ("einsum-33",),
+    "einsum-65": ("einsum-65",),
+}
+TRITON = {
+    "triton-decode": ("triton-decode-fp8", "triton-decode-fp4"),
+    "triton-prefill": ("triton-prefill",),
+    "triton-ops": ("triton-ops", "triton-products"),
+}
+TRITON_KERNELS = (
+    *("combine_kernel", "decode_kernel", "dequantize_kernel", "gather_kernel", "matmul_kernel"),
+    *("global_topk_kernel", "pad_q_and_insert_kv_kernel", "insert_compressed_kernel"),
+    *("permute_rows_kernel", "permute_columns_kernel", "permute_scale_columns_kernel"),
+    *("prefill_kernel", "prefill_sm90_kernel", "reduce_kernel", "round_trip_kernel"),
+)
+"""Filters on whole names: what torch launches beside ours is not looked at."""
+FILTERS = {
+    "sm90": "kernel_substring=sm90_",
+    "triton": ",".join(f"kernel_name={name}" for name in TRITON_KERNELS),
+}
+OPTIONS = {
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": ("--racecheck-report", "hazard"),
+    "synccheck": (),
+    "initcheck": (),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One process under the tool: launches of a backend."""
+
+    tool: str
+    backend: str
+    name: str
+    launches: tuple[str, ...]
+
+
+def jobs(tools: list[str]) -> Iterator[Job]:
+    for tool in tools:
+        for backend, groups in (("sm90", SM90), ("triton", TRITON)):
+            if tool == "racecheck":
+                for name, launches in groups.items():
+                    yield Job(tool, backend, name, launches)
+            else:
+                every = tuple(launch for group in groups.values() for launch in group)
+                yield Job(tool, backend, backend, every)
+
+
+def command_of(job: Job, log: Path, level: str) -> list[str]:
+    command = ["compute-sanitizer", "--tool", job.tool, "--kernel-name", FILTERS[job.backend]]
+    command += [
+        "--print-limit",
+        "0",
+        "--show-backtrace",
+        "no",
+        "--log-file",
+        str(log),
+        *OPTIONS[job.tool],
+    ]
+    if job.tool == "racecheck":
+        command += ["--racecheck-detect-level", level, "--print-level", level]
+    return [*command, sys.executable, str(HERE / "small_launches.py"), *job.launches]
+
+
+def run(job: Job, chosen: argparse.Namespace, until: float) -> None:
+    """The tool's log stays in the folder; its findings are printed."""
+    folder = chosen.keep / f"{job.tool}-{job.name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    log = folder / "log.txt"
+    cache = chosen.keep / "cubins" / job.name
+    environment = os.environ | {"MEGABENCH_LINE_INFO": "1", "MEGABENCH_CACHE": str(cache)}
+    start = time.monotonic()
+    if until - start < 1:
+        print(f"== {job.tool} {job.name}: NOT RUN", flush=True)
+        return
+    with (folder / "output.txt").open("w") as output:
+        ran = subprocess.run(
+            ["timeout", f"{until - start:.0f}", *command_of(job, log, chosen.level)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+        )
+    seconds = time.monotonic() - start
+    table: LineTable = {}
+    if job.tool == "racecheck":
+        table = line_table(nvdisasm(), cache.glob("*.cubin"))
+    report = read_log(log.read_text(errors="replace").splitlines() if log.exists() else [], table)
+    state = {0: "", 124: ", CUT OFF"}.get(ran.returncode, f", EXIT {ran.returncode}")
+    text = "\n".join(described(report))
+    print(f"== {job.tool} {job.name}: {seconds:.0f} s{state}\n{text}", flush=True)
+    if ran.returncode:
+        print("\n".join((folder / "output.txt").read_text().splitlines()[-8:]), flush=True)
+
+
+def nvdisasm() -> Path:
+    """The one that ships with Triton."""
+    triton = find_spec("triton")
+    assert triton is not None
+    assert triton.origin is not None
+    return Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm"
+
+
+def described(report: Report) -> Iterator[str]:
+    """The findings, the most frequent first, then what the tool concludes."""
+    for finding, extent in sorted(report.findings.items(), key=lambda item: -item[1].count):
+        span = "" if extent.low is None else f"  0x{extent.low:x}..0x{extent.high:x}"
+        yield f"{extent.count:8} {finding.title}{span}"
+        yield from (f"             {place}" for place in finding.places)
+    yield from (f"{count:8} note: {note[:300]}" for note, count in report.notes.items())
+    yield from report.summaries or ["no summary"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tools", nargs="*", default=list(TOOLS), help=", ".join(TOOLS))
+    parser.add_argument("--only", default="", help="jobs whose `tool name` has this")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=300, help="limit of everything")
+    parser.add_argument("--keep", type=Path, default=Path("build/sanitize"))
+    parser.add_argument("--level", default="info", choices=("info", "warn", "error"))
+    chosen = parser.parse_args()
+    wanted = [job for job in jobs(chosen.tools) if chosen.only in f"{job.tool} {job.name}"]
+    until = time.monotonic() + chosen.seconds
+    with ThreadPoolExecutor(chosen.processes) as pool:
+        list(pool.map(lambda job: run(job, chosen, until), wanted))
+
+
+if __name__ == "__main__":
+    main()
