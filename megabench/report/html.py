@@ -11,6 +11,7 @@ from markupsafe import Markup
 from megabench.report import figures, words
 from megabench.report.frames import anchor, measurements_frame, primary, worst_stage
 from megabench.report.latency import latency
+from megabench.report.published import beside
 from megabench.report.summary import stage_lines, summarise
 from megabench.report.verdict import GateView
 from megabench.results import CaseResult, Measurement, Run
@@ -25,8 +26,9 @@ def render(run: Run, gate: GateView | None = None, processes: int = 1) -> str:
     `gate` are its verdicts, where it was gated; `processes` how many the run was pooled from.
     """
     measurements = measurements_frame(run)
+    device_name = run.header.environment.device_name if run.header else ""
     drawn = (
-        latency(measurements, run.header.environment.device_name if run.header else ""),
+        latency(measurements, device_name),
         figures.heat_map(measurements),
         figures.roofline(measurements, run.ceilings),
         figures.breakdown(measurements),
@@ -42,6 +44,7 @@ def render(run: Run, gate: GateView | None = None, processes: int = 1) -> str:
             environment=run.header.environment if run.header else None,
             summary=summarise(run),
             figures=[figure for figure in drawn if figure is not None],
+            published=beside(run),
             stages=stage_lines(run),
             cases=[_case_view(i, case) for i, case in enumerate(run.cases)],
             backends=sorted({case.backend for case in run.cases}),

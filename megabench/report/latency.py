@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from importlib import resources
 from typing import Any
 
 import numpy as np
@@ -14,10 +12,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from megabench.report.frames import short_cache, usable
+from megabench.report.published import published
 from megabench.report.style import MARKERS, MUTED, Figured, colours, finish, legend, styled, to_svg
 from megabench.results.names import STEP
 
-PUBLISHED_FILE = "published.json"
 MAX_SERIES = 8
 ATTENTION = "decode_attention"
 _LABEL_APART = 1.5
@@ -65,19 +63,18 @@ def _kinds(axis: Axes, styles: Styles) -> None:
 
 def _published(axis: Axes, device_name: str) -> list[str]:
     """Draw the published latencies of this device, inside the span of its own -> their sources."""
-    text = (resources.files("megabench.data") / PUBLISHED_FILE).read_text(encoding="utf-8")
-    found = [s for s in json.loads(text)["series"] if s["device"] in device_name]
+    found = [s for s in published() if s.op == ATTENTION and s.device in device_name]
     low, high = axis.get_xlim()
     for series in found:
-        points = [(x, y) for x, y in series["points"] if low <= x <= high]
+        points = [(x, y) for x, y in series.points if low <= x <= high]
         if points:
             axis.plot(
-                *zip(*points, strict=True), "--", color=MUTED, linewidth=1, label=series["label"]
+                *zip(*points, strict=True), "--", color=MUTED, linewidth=1, label=series.label
             )
             bottom, top = axis.get_ylim()
             inside = [y for _, y in points]
             axis.set_ylim(min(bottom, min(inside) / 1.4), max(top, max(inside) * 1.4))
-    return [series["source"] for series in found]
+    return [series.source for series in found]
 
 
 def _series_styles(data: pd.DataFrame) -> Styles:

@@ -14,6 +14,7 @@ from report_fake_run import bench_run, case, header, measured, measurement, vali
 from megabench.report import SUMMARY, TABLE, build, write_report
 from megabench.report.frames import cases_frame, measurements_frame, primary
 from megabench.report.html import render
+from megabench.report.published import beside
 from megabench.report.summary import summarise
 from megabench.results import Run, RunEnd, RunFolder, StoreError
 
@@ -176,6 +177,23 @@ def test_published_figures_stand_beside_a_run_on_their_device_alone() -> None:
     assert run.header is not None
     run.header.environment.device_name = "a processor"
     assert "FlashMLA SM90" not in render(run)
+
+
+def test_times_stand_beside_those_from_elsewhere_where_the_work_is_the_same() -> None:
+    run = bench_run()
+    decodes = [row for row in beside(run) if row.series.op == "decode_attention"]
+    assert decodes
+    for row in decodes:
+        assert row.published_us == dict(row.series.points)[row.tokens]
+        assert row.ratio == row.median_us / row.published_us
+
+
+def test_a_case_of_other_work_has_no_figure_from_elsewhere_beside_it() -> None:
+    run = bench_run()
+    for tokens, tp, found in ((32, 1, 1), (5, 1, 0), (32, 2, 0)):
+        run.cases = [case(tokens, measurements=[measurement("decode_attention", 40.0)])]
+        run.cases[0].case["tp"] = tp
+        assert len(beside(run)) == found
 
 
 def test_the_same_run_gives_the_same_bytes() -> None:
