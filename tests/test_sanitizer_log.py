@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from megabench.backends.sm90.nvrtc import sources
+
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "device"
 
 RACECHECK = """\
 ========= COMPUTE-SANITIZER
 ========= Error: Potential RAW hazard detected at __shared__ 0x7038d06 in block (27,0,0) :
-=========     Write Thread (158,0,0) at sm90_mega_decode+0x15f0 in ptx.cuh:100
-=========     Read Thread (160,0,0) at sm90_mega_decode+0x1ce0 in ptx.cuh:91
+=========     Write Thread (158,0,0) at store_shared(u32)+0x15f0 in ptx.cuh:100
+=========     Read Thread (160,0,0) at load_shared(u32)+0x1ce0 in ptx.cuh:91
 =========     Current Value : 1
 =========
 ========= Error: Potential RAW hazard detected at __shared__ 0x38d0c in block (5,0,0) :
-=========     Write Thread (190,0,0) at sm90_mega_decode+0x15f0 in ptx.cuh:100
-=========     Read Thread (192,0,0) at sm90_mega_decode+0x1ce0 in ptx.cuh:91
+=========     Write Thread (190,0,0) at store_shared(u32)+0x15f0 in ptx.cuh:100
+=========     Read Thread (192,0,0) at load_shared(u32)+0x1ce0 in ptx.cuh:91
 =========     Current Value : 1
 =========
 launched decode
 ========= Error: Potential WAR hazard detected at __shared__ 0x881c in block (0,0,0) :
 =========     Read Thread (136,0,0) at sm90_mega_prefill+0x1200
-=========     Write Thread (66,0,0) at sm90_mega_prefill+0x56c0 in ptx.cuh:70
+=========     Write Thread (66,0,0) at copy16(u32, const void *)+0x56c0 in ptx.cuh:70
 =========     Current Value : 190, Incoming Value : 63
 =========
 ========= RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)
@@ -45,6 +48,13 @@ MEMCHECK = """\
 =========
 ========= Detected overflow of tracked cuda::barrier structures. Results might be incorrect.
 ========= ERROR SUMMARY: 2 errors
+"""
+
+ANALYSIS = """\
+========= Error: Race reported between Write access at store_shared(u32)+0x15f0 in ptx.cuh:100
+=========     and Read access at load_shared(u32)+0x1ce0 in ptx.cuh:91 [124 hazards]
+=========     and Write access at store_shared(u32)+0x15f0 in ptx.cuh:100 [1 hazard]
+=========
 """
 
 DISASSEMBLY = """\
@@ -79,25 +89,51 @@ def test_hazards_between_the_same_lines_are_one_finding_with_its_extent(log: Mod
     first, second = report.findings.items()
     assert first[0].title == "Error RAW __shared__"
     assert first[0].places == (
-        "write sm90_mega_decode ptx.cuh:100",
-        "read sm90_mega_decode ptx.cuh:91",
+        "write store_shared ptx.cuh:100",
+        "read load_shared ptx.cuh:91",
     )
     assert (first[1].count, first[1].low, first[1].high) == (2, 0x38D06, 0x38D0C)
-    assert second[0].places[0] == "read sm90_mega_prefill+0x1200"
+    assert second[0].places == ("read sm90_mega_prefill+0x1200", "write copy16 ptx.cuh:70")
     assert report.summaries == ["RACECHECK SUMMARY: 3 hazards displayed (3 errors, 0 warnings)"]
     assert not report.notes
 
 
 def test_offsets_become_the_line_that_called_the_helper(log: ModuleType) -> None:
     table = log.read_disassembly(DISASSEMBLY.splitlines())
-    assert table["sm90_mega_decode", 0x15F0] == "cursor.cuh:87"
-    assert table["sm90_mega_decode", 0x1600] == "cursor.cuh:87"
-    assert table["sm90_other", 0x1CE0] == "decode.cu:7"
+    assert table[0x15F0, "ptx.cuh:100"] == "sm90_mega_decode cursor.cuh:87"
+    assert table[0x1600, "ptx.cuh:100"] == "sm90_mega_decode cursor.cuh:87"
+    assert table[0x1CE0, "ptx.cuh:91"] == "sm90_mega_decode cursor.cuh:94"
+    assert table[0x1CE0, "decode.cu:7"] == "sm90_other decode.cu:7"
     (first, _) = log.read_log(RACECHECK.splitlines(), table).findings
     assert first.places == (
         "write sm90_mega_decode cursor.cuh:87",
         "read sm90_mega_decode cursor.cuh:94",
     )
+
+
+def test_an_analysis_is_read_with_the_counts_that_it_gives(log: ModuleType) -> None:
+    table = log.read_disassembly(DISASSEMBLY.splitlines())
+    (finding, extent), _ = log.read_log(ANALYSIS.splitlines(), table).findings.items()
+    assert finding.title == "Error race"
+    assert finding.places == (
+        "write sm90_mega_decode cursor.cuh:87",
+        "read sm90_mega_decode cursor.cuh:94",
+    )
+    assert (extent.count, extent.low) == (124, None)
+
+
+def test_every_lane_arrives_and_the_counts_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from every_lane import every_lane_sources
+
+    for entry in ("decode.cu", "prefill.cu", "product.cu", "dense.cu"):
+        files = sources(entry)
+        changed = every_lane_sources(files)
+        assert changed["ptx.cuh"] == files["ptx.cuh"]
+        text = b"".join(text for name, text in changed.items() if name != "ptx.cuh").decode()
+        assert "mbar_arrive(" in text
+        assert not re.search(r"(lane|% 32)\s*(==|<)[^;{]*\)\s*\{?\s*mbar_arrive\(", text)
+        assert "32 * (" in changed[entry].decode()
 
 
 def test_reports_of_other_tools_are_counted_by_place(log: ModuleType) -> None:

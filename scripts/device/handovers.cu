@@ -21,6 +21,7 @@ struct Shared {
 #define SETUP(full_count, free_count)                                          \
   __shared__ __align__(128) Shared s;                                          \
   const int t = threadIdx.x;                                                   \
+  volatile u32* const w = s.words;                                             \
   const u32 words = smem_address(s.words), full = smem_address(&s.full),       \
             free = smem_address(&s.free), third = smem_address(&s.third);      \
   if (t == 0) {                                                                \
@@ -30,57 +31,58 @@ struct Shared {
     fence_async_proxy();                                                       \
   }                                                                            \
   __syncthreads();                                                             \
-  (void)words, (void)full, (void)free, (void)third, (void)in
-DEVICE void put(u32 words, int t, u32 v) { store_shared(words + 4 * t, v); }
-DEVICE u32 other(u32 words, int t, int n) { return load_shared(words + 4 * ((t + 5) % n)); }
+  (void)w, (void)words, (void)full, (void)free, (void)third, (void)in
+// Macros, so that the tool names the kernel.
+#define PUT(i, value) w[i] = value
+#define OTHER(n) w[(t + 5) % (n)]
 
 // ---- full: written words are handed to another group
 KERNEL(right_full_by_every_lane) {
   SETUP(kWarp, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     mbar_arrive(full);
   } else {
     mbar_wait(full, 0);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_full_by_one_lane_after_syncwarp) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     __syncwarp();
     if (t == 0) mbar_arrive(full);
   } else {
     mbar_wait(full, 0);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(wrong_full_by_one_lane) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     if (t == 0) mbar_arrive(full);
   } else {
     mbar_wait(full, 0);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_full_by_one_thread_after_bar) {
   SETUP(1, 1);
   if (t < kGroup) {
-    put(words, t, t);
+    PUT(t, t);
     bar_sync(1, kGroup);
     if (t == 0) mbar_arrive(full);
   } else {
     mbar_wait(full, 0);
-    out[t] = other(words, t, kGroup);
+    out[t] = OTHER(kGroup);
   }
 }
 KERNEL(right_full_through_a_third_warp) {
   SETUP(kWarp, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     mbar_arrive(full);
   } else if (t < 2 * kWarp) {
     mbar_wait(full, 0);
@@ -88,28 +90,28 @@ KERNEL(right_full_through_a_third_warp) {
     if (t == kWarp) mbar_arrive(third);
   } else {
     mbar_wait(third, 0);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_full_by_named_barrier) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     bar_arrive(1, 2 * kWarp);
   } else {
     bar_sync(1, 2 * kWarp);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_full_by_one_waiter_after_syncwarp) {  // one lane waits for all
   SETUP(kWarp, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     mbar_arrive(full);
   } else {
     if (t == kWarp) mbar_wait(full, 0);
     __syncwarp();
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 
@@ -117,26 +119,26 @@ KERNEL(right_full_by_one_waiter_after_syncwarp) {  // one lane waits for all
 KERNEL(right_free_by_one_lane_after_syncwarp) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     __syncwarp();
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
     __syncwarp();
     if (t == 0) mbar_arrive(free);
   } else {
     mbar_wait(free, 0);
-    put(words, t % kWarp, t);
+    PUT(t % kWarp, t);
   }
 }
 KERNEL(wrong_free_by_one_lane) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     __syncwarp();
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
     if (t == 0) mbar_arrive(free);
   } else {
     mbar_wait(free, 0);
-    put(words, t % kWarp, t);
+    PUT(t % kWarp, t);
   }
 }
 
@@ -149,7 +151,7 @@ KERNEL(right_copies_announced_on_an_mbarrier) {
     copy_wait<0>();
   } else {
     mbar_wait(full, 0);
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_copies_waited_for_in_the_warp) {
@@ -159,15 +161,15 @@ KERNEL(right_copies_waited_for_in_the_warp) {
     copy_commit();
     copy_wait<0>();
     __syncwarp();
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
   }
 }
 KERNEL(right_copies_over_words_handed_back) {
   SETUP(1, 1);
   if (t < kWarp) {
-    put(words, t, t);
+    PUT(t, t);
     __syncwarp();
-    out[t] = other(words, t, kWarp);
+    out[t] = OTHER(kWarp);
     __syncwarp();
     if (t == 0) mbar_arrive(free);
   } else {
@@ -183,7 +185,7 @@ KERNEL(right_bulk_copy) {
     bulk_copy(words, in, 4 * kWarp, full);
   }
   mbar_wait(full, 0);
-  out[t] = other(words, t, kWarp);
+  out[t] = OTHER(kWarp);
 }
 KERNEL(wrong_bulk_copy_not_waited_for) {
   SETUP(1, 1);
@@ -191,7 +193,7 @@ KERNEL(wrong_bulk_copy_not_waited_for) {
     mbar_arrive_expect(full, 4 * kWarp);
     bulk_copy(words, in, 4 * kWarp, full);
   }
-  out[t] = other(words, t, kWarp);
+  out[t] = OTHER(kWarp);
   mbar_wait(full, 0);
 }
 
@@ -199,8 +201,8 @@ KERNEL(wrong_bulk_copy_not_waited_for) {
 KERNEL(wrong_same_value_by_every_lane) {
   SETUP(1, 1);
   if (t < 2 * kWarp) {
-    put(words, 0, 7);
-    out[t] = load_shared(words + t / (2 * kWarp) * 4);  // the word, unknown to the compiler
+    PUT(0, 7);
+    out[t] = w[t / (2 * kWarp)];  // the word, unknown to the compiler
   }
 }
 
@@ -235,18 +237,53 @@ KERNEL(wrong_wgmma_of_tile_being_written) {
 // ---- clusters of two
 KERNEL(right_cluster) {
   SETUP(1, 1);
-  const u32 peer = map_to_rank(words, cluster_rank() ^ 1);
-  store_remote2(peer + 8 * (t % kWarp), 1.f, 2.f);
   cluster_sync();
-  out[t] = other(words, t, kWarp);
-  cluster_meet();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  cluster_sync();
+  out[t] = OTHER(kWarp);
 }
 KERNEL(wrong_cluster) {
   SETUP(1, 1);
-  const u32 peer = map_to_rank(words, cluster_rank() ^ 1);
-  store_remote2(peer + 8 * (t % kWarp), 1.f, 2.f);
-  out[t] = other(words, t, kWarp);
   cluster_sync();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  out[t] = OTHER(kWarp);
+  cluster_sync();
+}
+KERNEL(right_cluster_over_words) {
+  SETUP(1, 1);
+  PUT(t, t);
+  cluster_sync();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  cluster_sync();
+  out[t] = OTHER(kWarp);
+}
+KERNEL(right_cluster_over_copies) {
+  SETUP(1, 1);
+  copy4(words + 4 * t, in + t);
+  copy_commit();
+  copy_wait<0>();
+  cluster_sync();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  cluster_sync();
+  out[t] = OTHER(kWarp);
+}
+KERNEL(wrong_cluster_over_words_relaxed) {  // cluster_meet orders no stores
+  SETUP(1, 1);
+  PUT(t, t);
+  cluster_meet();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  cluster_sync();
+  out[t] = OTHER(kWarp);
+}
+KERNEL(wrong_cluster_over_copies_relaxed) {
+  SETUP(1, 1);
+  copy4(words + 4 * t, in + t);
+  copy_commit();
+  copy_wait<0>();
+  cluster_meet();
+  store_remote2(map_to_rank(words, cluster_rank() ^ 1) + 8 * (t % kWarp), 1.f, 2.f);
+  cluster_sync();
+  out[t] = OTHER(kWarp);
 }
 
 using Entry = void (*)(u32*, const u32*);
@@ -279,5 +316,8 @@ int main() {
   launch(right_full_by_one_thread_after_bar, 2 * kGroup, 1, out, in);
   for (Entry kernel : {right_wgmma_of_written_tile, wrong_wgmma_of_tile_being_written})
     launch(kernel, kGroup, 1, out, in);
-  for (Entry kernel : {right_cluster, wrong_cluster}) launch(kernel, 2 * kWarp, 2, out, in);
+  for (Entry kernel : {right_cluster, wrong_cluster, right_cluster_over_words,
+                       right_cluster_over_copies, wrong_cluster_over_words_relaxed,
+                       wrong_cluster_over_copies_relaxed})
+    launch(kernel, 2 * kWarp, 2, out, in);
 }

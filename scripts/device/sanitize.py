@@ -1,11 +1,10 @@
 """compute-sanitizer over small launches of every kernel: one line for each distinct finding.
 
-    PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [TOOL ...] [--only SUBSTRING]
-        [--processes 3] [--seconds 300] [--keep FOLDER] [--level info]
+    PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [CHECK ...] [--only SUBSTRING]
+        [--processes 3] [--seconds 300] [--keep FOLDER] [--level warn] [--report hazard]
 
-Tools: memcheck, racecheck, synccheck, initcheck; all by default. racecheck runs a process for each
-group of launches, in which a kernel's name stands for one build, so that offsets become source
-lines; the others run all launches of a backend in one.
+racecheck runs a process for each group of launches, of the kernels as they are and
+(racecheck-lanes) with every lane arriving; the other checks run all launches of a backend in one.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from sanitizer_log import LineTable, Report, line_table, read_log
+from sanitizer_log import Report, line_table, read_log
 
 HERE = Path(__file__).parent
-TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck")
+CHECKS = ("memcheck", "synccheck", "initcheck", "racecheck", "racecheck-lanes")
 SM90 = {
     "decode-fp8": ("decode-fp8-clusters", "decode-fp8-persistent"),
     "decode-fp4": ("decode-fp4-clusters", "decode-fp4-persistent"),
@@ -51,9 +50,9 @@ FILTERS = {
 }
 OPTIONS = {
     "memcheck": ("--report-api-errors", "no"),
-    "racecheck": ("--racecheck-report", "hazard"),
     "synccheck": (),
-    "initcheck": (),
+    "initcheck": ("--check-api-memory-access", "no"),
+    "racecheck": (),
 }
 
 
@@ -61,65 +60,66 @@ OPTIONS = {
 class Job:
     """One process under the tool: launches of a backend."""
 
-    tool: str
+    check: str
     backend: str
     name: str
     launches: tuple[str, ...]
 
+    @property
+    def tool(self) -> str:
+        return self.check.removesuffix("-lanes")
 
-def jobs(tools: list[str]) -> Iterator[Job]:
-    for tool in tools:
+
+def jobs(checks: list[str]) -> Iterator[Job]:
+    for check in checks:
         for backend, groups in (("sm90", SM90), ("triton", TRITON)):
-            if tool == "racecheck":
+            if check == "racecheck-lanes" and backend == "triton":
+                continue
+            if check.startswith("racecheck"):
                 for name, launches in groups.items():
-                    yield Job(tool, backend, name, launches)
+                    yield Job(check, backend, name, launches)
             else:
                 every = tuple(launch for group in groups.values() for launch in group)
-                yield Job(tool, backend, backend, every)
+                yield Job(check, backend, backend, every)
 
 
-def command_of(job: Job, log: Path, level: str) -> list[str]:
-    command = ["compute-sanitizer", "--tool", job.tool, "--kernel-name", FILTERS[job.backend]]
-    command += [
-        "--print-limit",
-        "0",
-        "--show-backtrace",
-        "no",
-        "--log-file",
-        str(log),
-        *OPTIONS[job.tool],
-    ]
+def command_of(job: Job, log: Path, chosen: argparse.Namespace) -> list[str]:
+    command = ["compute-sanitizer", "--tool", job.tool, "--log-file", str(log)]
+    command += ["--print-limit", "0", "--show-backtrace", "no", *OPTIONS[job.tool]]
+    if job.tool != "initcheck":  # which has to see what others write
+        command += ["--kernel-name", FILTERS[job.backend]]
     if job.tool == "racecheck":
+        level, report = chosen.level, chosen.report
         command += ["--racecheck-detect-level", level, "--print-level", level]
-    return [*command, sys.executable, str(HERE / "small_launches.py"), *job.launches]
+        command += ["--racecheck-report", report]
+    command += [sys.executable, str(HERE / "small_launches.py"), *job.launches]
+    return command + ["--every-lane"] * (job.check == "racecheck-lanes")
 
 
 def run(job: Job, chosen: argparse.Namespace, until: float) -> None:
     """The tool's log stays in the folder; its findings are printed."""
-    folder = chosen.keep / f"{job.tool}-{job.name}"
+    folder = chosen.keep / f"{job.check}-{job.name}"
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "log.txt"
-    cache = chosen.keep / "cubins" / job.name
+    cache = folder / "cubins"
     environment = os.environ | {"MEGABENCH_LINE_INFO": "1", "MEGABENCH_CACHE": str(cache)}
     start = time.monotonic()
     if until - start < 1:
-        print(f"== {job.tool} {job.name}: NOT RUN", flush=True)
+        print(f"== {job.check} {job.name}: NOT RUN", flush=True)
         return
     with (folder / "output.txt").open("w") as output:
         ran = subprocess.run(
-            ["timeout", f"{until - start:.0f}", *command_of(job, log, chosen.level)],
+            ["timeout", f"{until - start:.0f}", *command_of(job, log, chosen)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
         )
     seconds = time.monotonic() - start
-    table: LineTable = {}
-    if job.tool == "racecheck":
-        table = line_table(nvdisasm(), cache.glob("*.cubin"))
+    table = line_table(nvdisasm(), cache.glob("*.cubin"))
     report = read_log(log.read_text(errors="replace").splitlines() if log.exists() else [], table)
     state = {0: "", 124: ", CUT OFF"}.get(ran.returncode, f", EXIT {ran.returncode}")
     text = "\n".join(described(report))
-    print(f"== {job.tool} {job.name}: {seconds:.0f} s{state}\n{text}", flush=True)
+    print(f"== {job.check} {job.name}: {seconds:.0f} s{state}\n{text}", flush=True)
     if ran.returncode:
         print("\n".join((folder / "output.txt").read_text().splitlines()[-8:]), flush=True)
 
@@ -144,14 +144,15 @@ def described(report: Report) -> Iterator[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tools", nargs="*", default=list(TOOLS), help=", ".join(TOOLS))
-    parser.add_argument("--only", default="", help="jobs whose `tool name` has this")
+    parser.add_argument("checks", nargs="*", default=list(CHECKS), help=", ".join(CHECKS))
+    parser.add_argument("--only", default="", help="jobs whose `check name` has this")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=300, help="limit of everything")
     parser.add_argument("--keep", type=Path, default=Path("build/sanitize"))
-    parser.add_argument("--level", default="info", choices=("info", "warn", "error"))
+    parser.add_argument("--level", default="warn", choices=("info", "warn", "error"))
+    parser.add_argument("--report", default="hazard", choices=("hazard", "analysis"))
     chosen = parser.parse_args()
-    wanted = [job for job in jobs(chosen.tools) if chosen.only in f"{job.tool} {job.name}"]
+    wanted = [job for job in jobs(chosen.checks) if chosen.only in f"{job.check} {job.name}"]
     until = time.monotonic() + chosen.seconds
     with ThreadPoolExecutor(chosen.processes) as pool:
         list(pool.map(lambda job: run(job, chosen, until), wanted))

@@ -1,7 +1,8 @@
 """Reads what compute-sanitizer prints, and line tables out of cubins.
 
 A hazard of racecheck is one byte of shared memory in one block; findings count those of the same
-kind between the same two source lines. Reports of the other tools are counted by title and place.
+kind between the same two source lines (its analysis counts them itself, without kind or address).
+Reports of the other tools are counted by title and place.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ ACCESS = re.compile(r"(?P<what>\w+) Thread \(.*?\) at (?P<place>.+)")
 PLACE = re.compile(
     r"(?P<function>.+?)\+0x(?P<offset>[0-9a-f]+)(?: in (?P<file>\S+):(?P<line>\d+))?$"
 )
+RACE = re.compile(r"(?P<severity>\w+): Race reported between (?P<what>\w+) access at (?P<place>.+)")
+OTHER = re.compile(r"and (?P<what>\w+) access at (?P<place>.+?) \[(?P<count>\d+) hazards?\]")
 SUMMARY = re.compile(r"\w+ SUMMARY: .*")
 CTA_BITS = 24
 """Bits of a shared address inside its CTA; a cluster's ranks lie above."""
 HELPERS = ("ptx.cuh", "ring.cuh", "wgmma.cuh", "wgmma_registers.cuh")
 """Files of one-instruction functions, whose caller says more."""
 
-LineTable = dict[tuple[str, int], str]
-"""(kernel, byte offset) -> the source line, innermost outside the helpers."""
+LineTable = dict[tuple[int, str], str]
+"""(byte offset in a kernel, innermost line) -> the kernel and its line outside the helpers."""
 
 
 class Finding(NamedTuple):
@@ -48,8 +51,8 @@ class Extent:
     low: int | None = None
     high: int | None = None
 
-    def add(self, address: int | None) -> None:
-        self.count += 1
+    def add(self, address: int | None, count: int) -> None:
+        self.count += count
         if address is not None:
             self.low = address if self.low is None else min(self.low, address)
             self.high = address if self.high is None else max(self.high, address)
@@ -63,8 +66,8 @@ class Report:
     summaries: list[str] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)
 
-    def add(self, finding: Finding, address: int | None) -> None:
-        self.findings.setdefault(finding, Extent()).add(address)
+    def add(self, finding: Finding, address: int | None = None, count: int = 1) -> None:
+        self.findings.setdefault(finding, Extent()).add(address, count)
 
 
 def records(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
@@ -85,39 +88,38 @@ def records(lines: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
 
 
 def place_of(text: str, table: LineTable) -> str:
-    """A source line for `kernel+0x.. [in file:line]`: the table's, else the tool's, else `text`."""
+    """A line for `function+0x.. [in file:line]`: the table's, else the tool's, else `text`."""
     found = PLACE.match(text)
-    if found is None:
+    if found is None or found["file"] is None:
         return text
-    known = table.get((found["function"], int(found["offset"], 16)))
-    if known is not None:
-        return f"{found['function']} {known}"
-    if found["file"] is not None:
-        return f"{found['function']} {found['file']}:{found['line']}"
-    return text
+    line = f"{found['file']}:{found['line']}"
+    return table.get((int(found["offset"], 16), line), f"{found['function'].split('(')[0]} {line}")
+
+
+def side(access: re.Match[str], table: LineTable) -> str:
+    return f"{access['what'].lower()} {place_of(access['place'], table)}"
 
 
 def read_log(lines: Iterable[str], table: LineTable) -> Report:
     """What a log says, with code offsets as source lines where `table` or the tool knows them."""
     report = Report()
     for head, rest in records(lines):
-        hazard = HAZARD.match(head)
-        if hazard is not None:
-            sides = [match for match in map(ACCESS.match, rest) if match is not None]
-            places = tuple(
-                f"{side['what'].lower()} {place_of(side['place'], table)}" for side in sides
-            )
-            title = (
-                f"{hazard['severity']} {hazard['kind']}{hazard['barrier'] or ''} {hazard['space']}"
-            )
+        at = next((line for line in rest if line.startswith("at ")), None)
+        if (hazard := HAZARD.match(head)) is not None:
+            places = tuple(side(access, table) for access in map(ACCESS.match, rest) if access)
+            kind = f"{hazard['severity']} {hazard['kind']}{hazard['barrier'] or ''}"
             address = int(hazard["address"], 16) % (1 << CTA_BITS)
-            report.add(Finding(title, places), address)
+            report.add(Finding(f"{kind} {hazard['space']}", places), address)
+        elif (race := RACE.match(head)) is not None:
+            for other in filter(None, map(OTHER.match, rest)):
+                places = (side(race, table), side(other, table))
+                report.add(Finding(f"{race['severity']} race", places), count=int(other["count"]))
         elif SUMMARY.match(head):
             report.summaries.append(head)
-        elif (at := next((line for line in rest if line.startswith("at ")), None)) is not None:
-            report.add(Finding(head, (place_of(at[3:], table),)), None)
+        elif at is not None:
+            report.add(Finding(head, (place_of(at[3:], table),)))
         elif head != "COMPUTE-SANITIZER":
-            report.notes[" | ".join((head, *rest[:2]))] += 1
+            report.notes[re.sub(r"0x[0-9a-f]+", "0x..", " | ".join((head, *rest[:2])))] += 1
     return report
 
 
@@ -142,12 +144,12 @@ def read_disassembly(lines: Iterable[str]) -> LineTable:
             fresh = False
             outside = [f for f in frames if f.split(":")[0] not in HELPERS]
             if outside:
-                table[kernel, int(instruction["offset"], 16)] = outside[0]
+                table[int(instruction["offset"], 16), frames[0]] = f"{kernel} {outside[0]}"
     return table
 
 
 def line_table(nvdisasm: Path, cubins: Iterable[Path]) -> LineTable:
-    """The line tables of cubins, each kernel in one of them."""
+    """The line tables of cubins, together."""
     table: LineTable = {}
     for cubin in cubins:
         ran = subprocess.run([nvdisasm, "-c", "-gi", cubin], capture_output=True, text=True)

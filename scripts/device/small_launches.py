@@ -1,6 +1,6 @@
 """Small launches of the sm90 and the Triton kernels, for compute-sanitizer.
 
-    PYTHONPATH=.:tests/backends python scripts/device/small_launches.py [NAME ...]
+    PYTHONPATH=.:tests/backends python scripts/device/small_launches.py [--every-lane] [NAME ...]
 
 The fewest tokens and rows with which every role works, every ring comes round and a persistent CTA
 meets several items. Results are not looked at.
@@ -8,7 +8,7 @@ meets several items. Results are not looked at.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,9 +22,10 @@ import sm90_decode
 import sm90_prefill
 import sm90_product
 import torch
+from every_lane import every_lane_sources
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE
-from megabench.backends.sm90 import product_launch
+from megabench.backends.sm90 import nvrtc, product_launch
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.decode_launch import DecodeKernel, Shape, decode_kernel
 from megabench.backends.sm90.kernel import kernel
@@ -156,9 +157,17 @@ LAUNCHES: dict[str, Callable[[], None]] = {
 
 
 def main() -> None:
-    for name in sys.argv[1:] or LAUNCHES:
-        LAUNCHES[name]()
-        print("launched", name, flush=True)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(LAUNCHES))
+    parser.add_argument("--every-lane", action="store_true", help="see every_lane.py")
+    chosen = parser.parse_args()
+    torch.zeros(1, device="cuda")  # while the GPU still has all its multiprocessors
+    sources = nvrtc.sources
+    changed = (lambda entry: every_lane_sources(sources(entry))) if chosen.every_lane else sources
+    with patch.object(nvrtc, "sources", changed):
+        for name in chosen.names:
+            LAUNCHES[name]()
+            print("launched", name, flush=True)
 
 
 if __name__ == "__main__":

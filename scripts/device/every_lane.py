@@ -1,0 +1,48 @@
+"""sm90 kernels in which every lane arrives on an mbarrier where one arrives for its warp.
+
+racecheck counts only an arriving thread's own accesses as handed over (handovers.cu), so it takes
+every hand-over by an elected lane for a race, whatever __syncwarp stands before it. With this
+change it can follow them: what it then still finds has another cause. What is handed over, and
+when, stays.
+"""
+
+from __future__ import annotations
+
+import re
+
+WARP = 32
+ELECTED = re.compile(
+    r"if \((?P<rest>.*?)(?: && )?(?:[\w.]*\blane|thread % 32) (?P<how>==|<) (?P<lanes>\d)\)"
+    r"(?P<open>\s*\{?\s*)(?P<arrive>mbar_arrive\([^;]*\);)"
+)
+INIT = re.compile(r"mbar_init\((?P<bar>[^;]*), (?P<count>[^,;]+)\);")
+BY_THREADS = ("1", "kGroup", "kRoleThreads")
+"""Counts of barriers on which threads arrive for themselves."""
+
+
+def every_lane(source: str) -> str:
+    """The source with all lanes arriving, and the barriers' counts to match."""
+
+    def arrive(found: re.Match[str]) -> str:
+        lanes = int(found["lanes"]) if found["how"] == "<" else 1
+        condition = f"if ({found['rest']}) " if found["rest"] else ""
+        return (
+            condition
+            + found["open"]
+            + ("{ " + found["arrive"] * lanes + " }" if lanes > 1 else found["arrive"])
+        )
+
+    def init(found: re.Match[str]) -> str:
+        if found["count"] in BY_THREADS:
+            return found[0]
+        return f"mbar_init({found['bar']}, {WARP} * ({found['count']}));"
+
+    return INIT.sub(init, ELECTED.sub(arrive, source))
+
+
+def every_lane_sources(files: dict[str, bytes]) -> dict[str, bytes]:
+    """A kernel's files, changed but for the functions that they call."""
+    return {
+        name: text if name == "ptx.cuh" else every_lane(text.decode()).encode()
+        for name, text in files.items()
+    }
