@@ -49,6 +49,7 @@ struct Output {
     wgmma_wait<0>();
     pin(o[0]);
     pin(o[1]);
+    __syncwarp();  // every lane has read alpha
     if (me.lane == 0) {
       mbar_arrive(smem + kBarTileFree + tile.slot * 8);
       mbar_arrive(smem + kBarProbsFree + probs.slot * 8);

@@ -59,6 +59,7 @@ struct Scores {
                       load_shared_float(cs + (pair + kRopeDims / 2) * 4));
       }
     }
+    __syncwarp();  // an arrival speaks for its own thread
     if (me.lane < 2) mbar_arrive(smem + kBarTileFree + tile.slot * 8);  // for eight output warps
     tile.advance();
     mbar_wait(smem + kBarQFull, turn & 1);
