@@ -1,10 +1,11 @@
 """compute-sanitizer over small launches of every kernel: one line for each distinct finding.
 
     PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [CHECK ...] [--only SUBSTRING]
-        [--processes 3] [--seconds 300] [--keep FOLDER] [--level warn] [--report hazard]
+        [--processes 3] [--seconds 300] [--keep FOLDER] [--level warn] [--report hazard|analysis]
 
-racecheck runs a process for each group of launches, of the kernels as they are and
-(racecheck-lanes) with every lane arriving; the other checks run all launches of a backend in one.
+racecheck runs a process for each group of launches, of the kernels as they are (analysed by the
+tool: hundreds of thousands of hazards take minutes to print) and, as racecheck-lanes, with every
+lane arriving; the other checks run all launches of a backend in one.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def command_of(job: Job, log: Path, chosen: argparse.Namespace) -> list[str]:
     if job.tool != "initcheck":  # which has to see what others write
         command += ["--kernel-name", FILTERS[job.backend]]
     if job.tool == "racecheck":
-        level, report = chosen.level, chosen.report
-        command += ["--racecheck-detect-level", level, "--print-level", level]
+        report = chosen.report or ("hazard" if job.check == "racecheck-lanes" else "analysis")
+        command += ["--racecheck-detect-level", chosen.level, "--print-level", chosen.level]
         command += ["--racecheck-report", report]
     command += [sys.executable, str(HERE / "small_launches.py"), *job.launches]
     return command + ["--every-lane"] * (job.check == "racecheck-lanes")
@@ -150,7 +151,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=300, help="limit of everything")
     parser.add_argument("--keep", type=Path, default=Path("build/sanitize"))
     parser.add_argument("--level", default="warn", choices=("info", "warn", "error"))
-    parser.add_argument("--report", default="hazard", choices=("hazard", "analysis"))
+    parser.add_argument("--report", choices=("hazard", "analysis"))
     chosen = parser.parse_args()
     wanted = [job for job in jobs(chosen.checks) if chosen.only in f"{job.check} {job.name}"]
     until = time.monotonic() + chosen.seconds

@@ -33,7 +33,7 @@ from megabench.backends.triton import attention
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, KVRecord
 
-DECODE_SHAPES = (Shape(10, 4), Shape(2, 8), Shape(3, 1))
+DECODE_SHAPES = (Shape(10, 1), Shape(2, 4), Shape(3, 1))
 EINSUM_ROWS = 256
 
 
