@@ -90,7 +90,8 @@ _side: list[torch.cuda.Stream] = []
 
 
 def side_stream() -> torch.cuda.Stream:
-    """One stream beside the current one for the whole process."""
+    """One stream beside the current one for the whole process. It has another priority: two of one
+    may share a hardware queue, where the clock would wait for both."""
     if not _side:
-        _side.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        _side.append(torch.cuda.Stream(priority=-1))  # type: ignore[no-untyped-call]
     return _side[0]
