@@ -30,8 +30,9 @@ from megabench.validate.truth import Truth
 from megabench.workload import Workload
 from reference.records import read_record
 
-_KEPT_RESULTS = (LINEAR, PAD_AND_INSERT, GLOBAL_TOPK)
-"""Ops whose results stay valid to the end of the step (a prefill's lists are reused memory)."""
+_KEPT_RESULTS = {LINEAR: 0, PAD_AND_INSERT: 0, GLOBAL_TOPK: 0, DECODE: 2, PREFILL: 2}
+"""Ops whose results stay valid to the end of the step (a prefill's lists are reused memory), and
+the first that does: an attention op's output pair is looked at as a buffer."""
 _COLUMNS = 4099
 """Of a storage's words, for its checksum; a prime, which no layout's strides divide."""
 
@@ -92,8 +93,9 @@ class Inputs:
             for name, then in call.after.items():
                 pairs.append((f"{call.op} {name}", *_fixed(run, name, call.args[name], then)))
             if call.op in _KEPT_RESULTS:
-                results = zip(call.returned, call.results, strict=True)
-                pairs += [(f"{call.op} result", now, then) for now, then in results]
+                results = [*zip(call.returned, call.results, strict=True)]
+                kept = results[_KEPT_RESULTS[call.op] :]
+                pairs += [(f"{call.op} result", now, then) for now, then in kept]
         own = [
             (f"{call.op} {name}", lost.bool)
             for call in run.calls

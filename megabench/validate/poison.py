@@ -12,7 +12,7 @@ from megabench.layer import QuantizedActivation
 from megabench.metadata import DeepseekSparseSWAMetadata
 from megabench.quant import MXFP8_DYNAMIC, tma_aligned
 from megabench.validate.trace import unowned_words, whole
-from megabench.workload import striped
+from megabench.workload import Workload, striped
 
 MARGIN = 256
 """Bytes of canary before and after an output buffer; keeps its alignment."""
@@ -144,6 +144,13 @@ def poison_tails(metadata: DeepseekSparseSWAMetadata, poison: Poison) -> None:
     if lists is not None and lens is not None:
         column = torch.arange(lists.shape[1], device=lists.device)
         lists.masked_fill_(column >= lens[:, None], poison.index)
+
+
+def name_rows_of_padding(workload: Workload) -> None:
+    """Give tokens that pad the batch the first token's top-k rows, in place, as if left there by an
+    earlier step; their lists are empty all the same."""
+    if workload.topk_indices is not None and workload.case.padding_tokens:
+        workload.topk_indices[~workload.is_valid] = workload.topk_indices[0].clone()
 
 
 def poison_workspace(buffer: Tensor, poison: Poison) -> None:

@@ -9,7 +9,7 @@ pointer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -42,6 +42,7 @@ def replay(layer: DeepseekV4MegaAttnAttention, workload: Workload) -> Judgement:
     buffers = Buffers.of(layer, poison)
     launch, note = _repeated(lambda: forward(layer, workload), workload.device)
     change(workload)
+    move_pages(workload, layer)
     again = _results(layer, buffers, launch())
     elsewhere = moved(workload)
     bind(layer, elsewhere)
@@ -103,6 +104,30 @@ def change(workload: Workload) -> None:
         named = (rows >= 0).sum(-1, keepdim=True)
         column = torch.arange(rows.shape[1], device=rows.device)
         rows.masked_fill_(column >= (named + 1) // 2, -1)
+
+
+def move_pages(workload: Workload, layer: DeepseekV4MegaAttnAttention) -> None:
+    """Turn the order of pages round in every pool, the layer's copies too, as if an engine had
+    dealt pages out anew: block tables, slots and windows follow, and mean the rows they meant."""
+    swa, compressed = workload.swa_metadata, workload.compressed_metadata
+    pools = workload.swa_cache, layer.swa_cache_layer.kv_cache
+    _turn(pools, swa.block_table, (swa.slot_mapping, swa.decode_swa_indices))
+    if compressed is not None and workload.compressed_cache is not None:
+        pools = workload.compressed_cache, layer._compressed_kv_cache()
+        _turn(pools, compressed.block_table, (compressed.slot_mapping,))
+
+
+def _turn(pools: Sequence[Tensor], table: Tensor, lists: Sequence[Tensor | None]) -> None:
+    """Page b of equal pools [blocks, page, bytes] becomes page blocks - 1 - b, in place."""
+    blocks, page = pools[0].shape[:2]
+    for pool in pools:
+        pool.copy_(pool.flip(0))
+    table.copy_(blocks - 1 - table)
+    for slots in lists:
+        if slots is not None:
+            inside = (slots >= 0) & (slots < blocks * page)
+            turned = (blocks - 1 - slots // page) * page + slots % page
+            slots.copy_(torch.where(inside, turned, slots))
 
 
 def moved(workload: Workload) -> Workload:

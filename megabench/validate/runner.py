@@ -20,7 +20,7 @@ from megabench.validate.chain import chain_error
 from megabench.validate.guards import Inputs, canaries, repeatable
 from megabench.validate.judgement import Judgement, attempted, merge
 from megabench.validate.memory import memory_problem
-from megabench.validate.poison import POISONS, poison_tails
+from megabench.validate.poison import POISONS, name_rows_of_padding, poison_tails
 from megabench.validate.replay import replay
 from megabench.validate.stages import Evidence, judge_rank, load, projection, sign_test, tp_sum
 from megabench.validate.step import RankRun, run_step
@@ -66,6 +66,7 @@ def validate_case(
     workloads = [build_workload(case, device, poison.fills) for poison in POISONS]
     for workload, poison in zip(workloads, POISONS, strict=True):
         poison_tails(workload.swa_metadata, poison)
+        name_rows_of_padding(workload)
     truth = truth_of(workloads[0])
     golden = store.model(case.model).golden
     found: list[Judgement] = []
@@ -117,8 +118,10 @@ def _judge_rank(
     draw = int(case.hash, 16)
     if rank == draw % case.tp:
         bind(layer, second)
+        inputs = Inputs(second)
         again = run_step(layer, backend, second, rank, POISONS[1])
-        found += [canaries(again, truth), repeatable(evidence, evidence_of(again))]
+        found += [canaries(again, truth), inputs.unchanged(again)]
+        found.append(repeatable(evidence, evidence_of(again)))
         found.append(attempted("replay", lambda: replay(layer, second)))
         batches = partial(batch_invariance, evidence, backend, draw)
         found.append(attempted("batch_invariance", batches))

@@ -162,6 +162,114 @@ class QueryAsScratch(TorchBackend):
         return result
 
 
+class CleansItsLists(TorchBackend):
+    """Strikes slots outside the pool from the list it was given, not from a copy."""
+
+    def decode(self, args: DecodeArguments) -> list[Tensor]:
+        args.indices.masked_fill_(args.indices >= args.kv.shape[0] * args.kv.shape[1], -1)
+        return super().decode(args)
+
+
+class OneLseForAll(TorchBackend):
+    """Returns a prefill's lse in memory that the next prefill writes."""
+
+    kept: Tensor | None = None
+
+    def prefill(self, args: PrefillArguments) -> list[Tensor]:
+        *others, lse = super().prefill(args)
+        if self.kept is None or self.kept.numel() < lse.numel():
+            self.kept = torch.empty_like(lse)
+        return [*others, self.kept.flatten()[: lse.numel()].view_as(lse).copy_(lse)]
+
+
+class PaddingReadsToo(TorchBackend):
+    """Counts the top-k rows of tokens that pad the batch."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        token_to_req_indices: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        is_valid_token: Tensor,
+    ) -> Pair:
+        everyone = torch.ones_like(is_valid_token)
+        return super().compute_global_topk_indices_and_lens(
+            topk_indices, token_to_req_indices, block_table, block_size, everyone
+        )
+
+
+class EmptyTimesInfinity(TorchBackend):
+    """Of two empty lists and a sink of +inf it makes NaN."""
+
+    def decode(self, args: DecodeArguments) -> list[Tensor]:
+        codes, scales, lse = super().decode(args)
+        assert args.attn_sink is not None
+        if args.extra_kv is not None:
+            undefined = (lse.isinf() & (args.attn_sink == torch.inf)).any(1)
+            codes.view(torch.uint8)[undefined] = 0x7F
+        return [codes, scales, lse]
+
+
+class FirstByPointer(TorchBackend):
+    """Reads what stands at an address once; nothing is wrong with that by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: dict[tuple[int, int], Tensor] = {}
+
+    def first(self, tensor: Tensor) -> Tensor:
+        return self.read.setdefault((tensor.data_ptr(), tensor.numel()), tensor.clone())
+
+
+class PagesAsTheyWere(FirstByPointer):
+    """Keeps the block table."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        token_to_req_indices: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        is_valid_token: Tensor,
+    ) -> Pair:
+        pages = self.first(block_table)
+        return super().compute_global_topk_indices_and_lens(
+            topk_indices, token_to_req_indices, pages, block_size, is_valid_token
+        )
+
+
+class WindowsAsTheyWere(FirstByPointer):
+    """Keeps the windows' slots."""
+
+    def decode(self, args: DecodeArguments) -> list[Tensor]:
+        return super().decode(replace(args, indices=self.first(args.indices)))
+
+
+class SixteenBitPositions(TorchBackend):
+    """Packs the positions of a prefill into half words."""
+
+    def prefill(self, args: PrefillArguments) -> list[Tensor]:
+        return super().prefill(replace(args, token_positions=args.token_positions & 0xFFFF))
+
+
+class SixteenBitRows(TorchBackend):
+    """Packs the rows of a top-k list into half words."""
+
+    def compute_global_topk_indices_and_lens(
+        self,
+        topk_indices: Tensor,
+        token_to_req_indices: Tensor,
+        block_table: Tensor,
+        block_size: int,
+        is_valid_token: Tensor,
+    ) -> Pair:
+        rows = torch.where(topk_indices < 0, topk_indices, topk_indices & 0xFFFF)
+        return super().compute_global_topk_indices_and_lens(
+            rows, token_to_req_indices, block_table, block_size, is_valid_token
+        )
+
+
 CASES: dict[type[TorchBackend], tuple[str, ...]] = {
     PagesInARow: ("r1-nvfp4-tp1-1q1s200_1q3s150_1q2",),
     OneKeyShortcut: ("r0-nvfp4-tp1-1q1s2",),
@@ -175,4 +283,12 @@ CASES: dict[type[TorchBackend], tuple[str, ...]] = {
     LastPageIsFull: ("r1-nvfp4-tp1-3q1s300",),
     EinsumInEights: ("r1-nvfp4-tp1-q33",),
     QueryAsScratch: ("r1-nvfp4-tp1-3q1s300",),
+    CleansItsLists: ("r0-nvfp4-tp1-1q1s64",),
+    OneLseForAll: ("r1-nvfp4-tp1-12q2s200",),
+    PaddingReadsToo: ("r1-nvfp4-tp1-3q1s200-pt1",),
+    EmptyTimesInfinity: ("r1-nvfp4-tp1-3q1s200-sink.inf-pt1",),
+    PagesAsTheyWere: ("r1-nvfp4-tp1-3q1s300",),
+    WindowsAsTheyWere: ("r1-nvfp4-tp1-3q1s300",),
+    SixteenBitPositions: ("r0-nvfp4-tp1-q3s65540",),
+    SixteenBitRows: ("r1-nvfp4-tp1-1q1s260k",),
 }
