@@ -44,6 +44,7 @@ _WRITES = {
     "combine_topk_swa_indices": ("out",),
     "fp8_einsum": ("out",),
 }
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 POISON = 0x5A
 """A byte that makes finite values in every float type used here, and no zero."""
 _INSERTS = {"pad_q_and_insert_kv": "swa_cache", "insert_compressed": "cache"}
@@ -145,9 +146,9 @@ class Target:
             self._saved = self.tensor[self.pages].clone()
             self.tensor[self.pages] = POISON
 
-    def read(self) -> torch.Tensor:
-        """A copy of what is there now, as bytes."""
-        return as_bytes(self.tensor if self.pages is None else self.tensor[self.pages])
+    def bits(self) -> torch.Tensor:
+        """What is there now, as integers: the memory itself, of a cache a copy of its pages."""
+        return bits_of(self.tensor if self.pages is None else self.tensor[self.pages])
 
     def restore(self) -> None:
         if self.pages is not None and self._saved is not None:
@@ -194,19 +195,22 @@ def input_of(calls: list[OpCall]) -> torch.Tensor | None:
     return None
 
 
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as integers of its elements' size: equal where every bit is, NaN too."""
+    return tensor.detach().view(_INTEGERS[tensor.element_size()])
+
+
 def flip_sign_(tensor: torch.Tensor) -> None:
     """Negate every element by its sign bit, in place; twice is the identity, NaN included."""
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]
-    tensor.view(bits).bitwise_xor_(torch.iinfo(bits).min or 0x80)
+    bits = bits_of(tensor)
+    bits.bitwise_xor_(torch.iinfo(bits.dtype).min or 0x80)
 
 
 def poison_(tensor: torch.Tensor) -> None:
     """Fill with `POISON` bytes."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    whole = int.from_bytes(bytes([POISON]) * tensor.element_size(), "little")
-    tensor.view(integer[tensor.element_size()]).fill_(whole)
+    bits_of(tensor).fill_(poison_word(tensor))
 
 
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy's bytes: equality of these is bitwise equality, NaN included."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+def poison_word(tensor: torch.Tensor) -> int:
+    """An element of `POISON` bytes, as an integer."""
+    return int.from_bytes(bytes([POISON]) * tensor.element_size(), "little")

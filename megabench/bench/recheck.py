@@ -13,13 +13,18 @@ is laid over its outputs, and nobody may write there until the device is idle.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
-from megabench.bench.ops import POISON, Target, as_bytes, flip_sign_, poison_
-from megabench.bench.timers import Run, Timer
+from megabench.bench.ops import Target, bits_of, flip_sign_, poison_, poison_word
+from megabench.bench.timers import HostTimer, Run, Timer
+
+Seen = TypeVar("Seen")
 
 
 @dataclass
@@ -55,32 +60,41 @@ class Expected:
 
 
 def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
-    """An untimed run's outputs, by `run` in place of the copy's own; every stream is waited for."""
+    """The bits of an untimed run's outputs, by `run` in place of the copy's own; every stream is
+    waited for."""
     untimed = run or copy.run
 
     def settled() -> list[torch.Tensor]:
         fresh = untimed()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            torch.cuda.synchronize()
+        _wait()
         return fresh
 
-    return _observed(copy, settled, [])
+    return _observed(copy, settled, [], lambda seen: [bits.clone() for bits in seen])
 
 
-def _observed(copy: Copy, run: Run, returned: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Poison, run once, and give every output's bytes. A cache is put back.
+def _observed(
+    copy: Copy, run: Run, returned: list[torch.Tensor], look: Callable[[list[torch.Tensor]], Seen]
+) -> Seen:
+    """Poison, run once, and `look` at every output's bits, targets first, then returned tensors.
+    `returned` are tensors that a graph returns to each time, poisoned too."""
+    with _poisoned(copy, returned):
+        return look(_bits(copy, run()))
 
-    `returned` are tensors that a graph returns to each time, poisoned too.
-    """
+
+@contextmanager
+def _poisoned(copy: Copy, returned: list[torch.Tensor]) -> Iterator[None]:
+    """Begin with poison over the outputs; a cache is put back at the end."""
     for target in copy.targets:
         target.poison()
     for tensor in _outputs(copy, returned):
         poison_(tensor)
-    fresh = run()
-    seen = [target.read() for target in copy.targets] + [as_bytes(t) for t in fresh]
+    yield
     for target in copy.targets:
         target.restore()
-    return seen
+
+
+def _bits(copy: Copy, returned: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [target.bits() for target in copy.targets] + [bits_of(t) for t in returned]
 
 
 def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -91,17 +105,15 @@ def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def _written_late(copy: Copy, fresh: list[torch.Tensor]) -> bool:
     """Whether outputs are written after a run has ended for its clock and returned `fresh`: poison
     laid over them there must last until the device is idle."""
-    fresh = _outputs(copy, fresh)
-    for target in copy.targets:
-        target.poison()
-    for tensor in fresh:
-        poison_(tensor)
+    with _poisoned(copy, fresh):
+        _wait()
+        laid = _bits(copy, _outputs(copy, fresh))
+        return any(bool((bits != poison_word(bits)).any()) for bits in laid)
+
+
+def _wait() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-    laid = [target.read() for target in copy.targets] + [as_bytes(tensor) for tensor in fresh]
-    for target in copy.targets:
-        target.restore()
-    return any(bool((seen != POISON).any()) for seen in laid)
 
 
 def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -123,28 +135,30 @@ def recheck(
     """None when every copy of `timer` still does its work, else what is wrong with it. The first
     stands for all in what takes longer: late writes and, with `flip`, a changed input."""
 
-    def observed(index: int) -> list[torch.Tensor]:
+    def differs(index: int, wanted: list[torch.Tensor]) -> torch.Tensor:
         kept = timer.returned(index) or []
-        return _observed(copies[index], lambda: timer.replay(index), kept)
+        return _observed(
+            copies[index], lambda: timer.replay(index), kept, lambda seen: _differ(seen, wanted)
+        )
 
-    differing = [_differ(observed(i), expected.plain) for i in range(len(copies))]
-    for index, differs in enumerate(torch.stack(differing).tolist()):
-        if differs:
+    found = torch.stack([differs(index, expected.plain) for index in range(len(copies))])
+    for index, wrong in enumerate(found.tolist()):
+        if wrong:
             where = f"copy {index}: " if len(copies) > 1 else ""
             return f"{where}outputs after timing differ from the untimed run's"
     first = copies[0]
-    if _written_late(first, timer.replay(0)):
+    if not isinstance(timer, HostTimer) and _written_late(first, timer.replay(0)):
         return "outputs are still written when the clock has stopped"
     if first.flippable is None or not flip:
         return None
     untimed = expected.flipped
     flip_sign_(first.flippable)
     try:
-        timed = observed(0)
+        deaf = differs(0, untimed)
     finally:
         flip_sign_(first.flippable)
-    if not same(timed, untimed):
+    if deaf:
         return "the timed form does not follow a changed input"
-    if first.sensitive and same(timed, expected.plain):
+    if first.sensitive and same(untimed, expected.plain):
         return "outputs do not change with a changed input"
     return None
