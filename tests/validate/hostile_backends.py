@@ -60,6 +60,15 @@ class RowPastTheTile(TorchBackend):
         return super().decode(replace(args, topk_length=lens + (lens % 64 == 63).int()))
 
 
+class RowAfterTheTile(TorchBackend):
+    """A single row beyond a tile of 64 is left out."""
+
+    def decode(self, args: DecodeArguments) -> list[Tensor]:
+        assert args.topk_length is not None
+        lens = args.topk_length
+        return super().decode(replace(args, topk_length=torch.where(lens == 65, 64, lens)))
+
+
 class TableOfTheFirstLayer(TorchBackend):
     """One cos/sin table for all layers: the first that came."""
 
@@ -274,6 +283,7 @@ CASES: dict[type[TorchBackend], tuple[str, ...]] = {
     PagesInARow: ("r1-nvfp4-tp1-1q1s200_1q3s150_1q2",),
     OneKeyShortcut: ("r0-nvfp4-tp1-1q1s2",),
     RowPastTheTile: ("r0-nvfp4-tp1-1q1s127",),
+    RowAfterTheTile: ("r0-nvfp4-tp1-1q1s65",),
     TableOfTheFirstLayer: ("r0-nvfp4-tp1-3q1s300", "r1-nvfp4-tp1-3q1s300"),
     ResultsByPointer: ("r1-nvfp4-tp1-3q1s300",),
     SumInHalf: ("r1-nvfp4-tp1-3q1s300",),
