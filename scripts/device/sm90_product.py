@@ -18,7 +18,7 @@ import torch
 from cold_clock import median_us
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair
-from megabench.backends.sm90 import dense_launch, product_launch
+from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.quantize_launch import quantize
 from megabench.backends.triton.backend import TritonBackend
@@ -299,8 +299,8 @@ def choices(call: Call, pieces: torch.Tensor) -> Iterator[tuple[str, Callable[[]
     """Every kernel and tile that may serve a call."""
     tokens = call.out.shape[0]
     stream = partial(product_launch.launch, *call.x, *call.w, call.out)
-    if tokens <= product_launch.SKINNY_TOKENS:
-        yield "skinny", stream
+    if tokens <= skinny_launch.TOKENS[-1]:
+        yield "skinny", partial(skinny_launch.launch, *call.x, *call.w, call.out)
     for width in (16, 32, 64, 128):
         if min(tokens, 64) <= width <= 2 * max(tokens, 8):
             for rows in (64, 128) if width < 128 else (128,):
@@ -339,7 +339,7 @@ def main() -> None:
     if "time" in args.what:
         time_all(sizes)
     if "linears" in args.what:
-        time_linears(tuple(size for size in sizes if size <= product_launch.SKINNY_TOKENS))
+        time_linears(tuple(size for size in sizes if size <= skinny_launch.TOKENS[-1]))
     if "sweep" in args.what:
         sweep(sizes)
 

@@ -13,7 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megabench.backends.sm90 import decode_launch, dense_launch, prefill_launch, product_launch
+from megabench.backends.sm90 import (
+    decode_launch,
+    dense_launch,
+    prefill_launch,
+    product_launch,
+    skinny_launch,
+)
 from megabench.backends.sm90 import kernel as module
 from megabench.backends.sm90.kernel import Kernel
 
@@ -40,9 +46,16 @@ class Driver:
         CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED="large clusters"
     )
 
+    CUtensorMapDataType = SimpleNamespace(CU_TENSOR_MAP_DATA_TYPE_UINT8="bytes")
+    CUtensorMapInterleave = SimpleNamespace(CU_TENSOR_MAP_INTERLEAVE_NONE="plain")
+    CUtensorMapSwizzle = SimpleNamespace(CU_TENSOR_MAP_SWIZZLE_128B="128-byte swizzle")
+    CUtensorMapL2promotion = SimpleNamespace(CU_TENSOR_MAP_L2_PROMOTION_L2_128B="128 bytes")
+    CUtensorMapFloatOOBfill = SimpleNamespace(CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE="zeros")
+
     def __init__(self) -> None:
         self.launches: list[dict[str, Any]] = []
         self.notes: list[str] = []
+        self.maps: list[tuple[Any, ...]] = []
 
     def CUlaunchAttribute(self) -> SimpleNamespace:
         return SimpleNamespace()
@@ -53,6 +66,16 @@ class Driver:
     def cuFuncSetAttribute(self, function: object, attribute: str, value: int) -> tuple[Status]:
         self.notes.append(f"{attribute} {value}")
         return (Status(0),)
+
+    cuuint32_t = cuuint64_t = int
+
+    def cuTensorMapEncodeTiled(
+        self, kind: str, rank: int, address: int, shape: list[int], strides: list[int], *rest: Any
+    ) -> tuple[Status, SimpleNamespace]:
+        assert (kind, rank, address % 16) == ("bytes", 3, 0)
+        self.maps.append((shape, strides, *rest))
+        self.map = dense_launch.TensorMap(*range(16))
+        return Status(0), SimpleNamespace(getPtr=lambda: ctypes.addressof(self.map))
 
     def cuOccupancyMaxActiveClusters(self, function: object, config: Config) -> tuple[Status, int]:
         self.notes.append(f"count {config.gridDimX}")
@@ -81,13 +104,15 @@ class Driver:
 def forget_kernels() -> None:
     module.kernel.cache_clear()
     decode_launch.decode_kernel.cache_clear()
+    dense_launch.activation_map.cache_clear()
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     forget_kernels()
-    monkeypatch.setattr(module, "bindings", lambda: (made, None))
+    for user in (module, dense_launch):
+        monkeypatch.setattr(user, "bindings", lambda: (made, None))
     monkeypatch.setattr(module, "load_function", lambda source, name, shared, defines: name)
     cuda = {
         "device": lambda device: nullcontext(),
@@ -169,7 +194,6 @@ def test_prefill_has_a_cta_for_each_item_or_is_persistent(
 @pytest.mark.parametrize(
     ("tokens", "name", "grid", "threads", "cluster"),
     [
-        (8, "sm90_skinny_product", 2 * 64, 128, 1),
         (16, "sm90_product", 2 * 16 * 4, 768, 4),
         (100, "sm90_product", 2 * 8 * 8, 640, 8),
         (600, "sm90_product", 2 * 8 * 5, 640, 1),
@@ -193,3 +217,31 @@ def test_the_dense_product_is_persistent_over_its_tiles(
     x, x_scale, out = (torch.empty(1).expand(tokens, 2, n) for n in (4096, 32, 1024))
     dense_launch.launch(x, x_scale, torch.empty(2, 4, 64, 256, 64, device="meta"), out)
     assert driver.launches[0]["grid"] == (ctas, 1, 1)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_dense_product_reads_boxes_of_a_tile_from_a_step_of_more_groups(
+    driver: Driver, groups: int
+) -> None:
+    step = torch.empty(310, 8, 4096, dtype=torch.uint8)
+    x, x_scale, out = step[3:303, :groups], torch.empty(300, 2, 32), torch.empty(300, 2, 1024)
+    pieces = torch.empty(groups, 4, 64, 256, 64, device="meta")
+    for _ in range(2):
+        dense_launch.launch(x, x_scale, pieces, out)
+    (made,) = driver.maps
+    assert made[:4] == ([4096, groups, 300], [4096, 8 * 4096], [128, 1, 128], [1, 1, 1])
+    assert made[4:] == ("plain", "128-byte swizzle", "128 bytes", "zeros")
+    key = x.data_ptr(), (300, groups, 4096), (8 * 4096, 4096)
+    assert list(dense_launch.activation_map(*key)) == list(range(16))
+    assert len(driver.maps) == 1
+
+
+@pytest.mark.parametrize(("tokens", "groups", "grid"), [(1, 8, (16, 8, 1)), (8, 1, (64, 1, 1))])
+def test_the_skinny_product_has_a_cta_for_a_few_tiles_of_a_group(
+    driver: Driver, tokens: int, groups: int, grid: tuple[int, int, int]
+) -> None:
+    x, x_scale = torch.empty(tokens, groups, 4096), torch.empty(tokens, groups, 32)
+    w, w_scale = torch.empty(groups, 1024, 4096), torch.empty(groups, 1024, 32)
+    skinny_launch.launch(x, x_scale, w, w_scale, torch.empty(tokens, groups, 1024))
+    (launch,) = driver.launches
+    assert (launch["grid"], launch["threads"]) == (grid, (512, 1, 1))

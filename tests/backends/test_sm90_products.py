@@ -11,7 +11,13 @@ import pytest
 import torch
 from sm90_cases import compile_cuda, mirror, needs_nvcc
 
-from megabench.backends.sm90 import dense_launch, product_launch, products, quantize_launch
+from megabench.backends.sm90 import (
+    dense_launch,
+    product_launch,
+    products,
+    quantize_launch,
+    skinny_launch,
+)
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
 from megabench.backends.triton.backend import TritonBackend
@@ -21,7 +27,7 @@ TILES = sorted({product_launch.tile_for(tokens) for tokens in range(9, 400)})
 EINSUM = ("bhr,hdr->bhd", (1, 1, 32))
 BUILDS = [
     *(("product.cu", (f"TOKENS={tile.tokens}", f"ROWS={tile.rows}")) for tile in TILES),
-    ("skinny.cu", ()),
+    *(("skinny.cu", (f"TOKENS={room}",)) for room in skinny_launch.TOKENS),
     ("dense.cu", ()),
     ("activation.cu", ()),
 ]
@@ -46,8 +52,10 @@ def test_the_kernels_compile_without_spills_or_serialised_wgmma(
         ("product.cu", product_launch.Params, "kSmemBytes <= 232448"),
         (
             "skinny.cu",
-            product_launch.SkinnyParams,
-            "kTokens == 8 && kRows == 16 && kThreads == 128",
+            skinny_launch.Params,
+            f"kRows == {skinny_launch.ROWS} && kThreads == {skinny_launch.THREADS} && "
+            f"kWarps == {skinny_launch.WARPS} && kPieceWords == {skinny_launch.PIECE_WORDS} && "
+            f"4 * kSum == {skinny_launch.sums_bytes(8)}",
         ),
         ("dense.cu", dense_launch.Params, "kTokens == 128 && kWidth == 256 && kThreads == 384"),
         ("activation.cu", quantize_launch.Params, "kThreads * kEach == 1024"),
@@ -57,9 +65,7 @@ def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
     tmp_path: Path, entry: str, structure: type[ctypes.Structure], facts: str
 ) -> None:
     lines = [f'#include "{entry}"', "#include <cstddef>", *mirror(structure, "Params")]
-    if entry == "skinny.cu":
-        lines += mirror(product_launch.Operands, "Operands")
-    elif entry == "product.cu":  # its operands are flat
+    if entry == "product.cu":  # its operands are flat
         lines = [line for line in lines if "(Params, o)" not in line]
         lines += [
             line.replace("Operands", "Params")
@@ -69,7 +75,7 @@ def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
     lines.append(f"static_assert({facts});")
     source = tmp_path / "layout_check.cu"
     source.write_text("\n".join(lines))
-    compile_cuda(source, tmp_path)
+    compile_cuda(source, tmp_path, *(["-DTOKENS=8"] if entry == "skinny.cu" else []))
 
 
 @needs_nvcc
@@ -128,7 +134,8 @@ class Launches:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[tuple[str, Any]] = []
-        for name, module in (("stream", product_launch), ("dense", dense_launch)):
+        modules = {"skinny": skinny_launch, "stream": product_launch, "dense": dense_launch}
+        for name, module in modules.items():
             monkeypatch.setattr(module, "launch", lambda *a, name=name: self.made.append((name, a)))
         for name in ("checked_einsum", "checked_linear"):
             monkeypatch.setattr(TritonBackend, name, self.inherited)
@@ -161,9 +168,9 @@ def test_few_tokens_stream_the_weight_and_many_read_its_pieces(
     backend, w = Sm90Backend(), weight()
     backend._pieces.prepare(*w)
     few, many = products.DENSE_TOKENS - 1, products.DENSE_TOKENS
-    for tokens in (0, 1, few, many):
+    for tokens in (0, 1, 8, 9, few, many):
         einsum(backend, tokens, w)
-    assert [name for name, _ in launches.made] == ["stream", "stream", "dense"]
+    assert [name for name, _ in launches.made] == ["skinny"] * 2 + ["stream"] * 2 + ["dense"]
 
 
 def test_without_pieces_many_tokens_stream_the_weight(launches: Launches) -> None:
@@ -178,7 +185,7 @@ def test_without_pieces_many_tokens_stream_the_weight(launches: Launches) -> Non
 def test_rows_that_fill_no_tile_go_to_the_inherited_op(launches: Launches) -> None:
     einsum(Sm90Backend(), 4, weight(rows=192))
     einsum(Sm90Backend(), 4, weight(rows=384))
-    assert [name for name, _ in launches.made] == ["inherited", "stream"]
+    assert [name for name, _ in launches.made] == ["inherited", "skinny"]
 
 
 def test_unaligned_activations_go_to_the_inherited_op(launches: Launches) -> None:
@@ -188,7 +195,7 @@ def test_unaligned_activations_go_to_the_inherited_op(launches: Launches) -> Non
     for offset in (8, 0):
         x = storage[offset : offset + 3 * 2 * 4096].view(3, 2, 4096)
         Sm90Backend().fp8_einsum(EINSUM[0], (x, scale), w, out, EINSUM[1])
-    assert [name for name, _ in launches.made] == ["inherited", "stream"]
+    assert [name for name, _ in launches.made] == ["inherited", "skinny"]
 
 
 def test_a_product_of_no_rows_launches_nothing(launches: Launches) -> None:
@@ -226,10 +233,46 @@ def test_a_handful_of_rows_of_a_linear_are_quantized_and_multiplied(
     for tokens in (0, 8, 9):
         Sm90Backend().linear(torch.zeros(tokens, 512, dtype=torch.bfloat16), w, sw)
     Sm90Backend().linear(torch.zeros(2, 512, dtype=torch.bfloat16), w[:192], sw[:192])
-    assert [name for name, _ in launches.made] == ["stream", "inherited", "inherited"]
+    assert [name for name, _ in launches.made] == ["skinny", "inherited", "inherited"]
     x, x_scale, weight_, scale, out = launches.made[0][1]
     assert (x.shape, x_scale.shape, out.shape) == ((8, 1, 512), (8, 1, 4), (8, 1, 256))
     assert (weight_.shape, scale.shape, scale.dtype) == ((1, 256, 512), (1, 256, 4), torch.int32)
+
+
+def test_a_handful_of_tokens_out_of_reach_of_the_skinny_kernel_stream_the_weight(
+    launches: Launches,
+) -> None:
+    w = weight()
+    far = torch.empty_strided((3, 2, 256), (2**31, 256, 1), dtype=torch.bfloat16, device="meta")
+    pair = alloc_mega_attn_output(3, 8, torch.device("cpu"))
+    x = (pair.data[:, :2], pair.scale[:, :2])
+    products.einsum(x, w, far, None)
+    assert [name for name, _ in launches.made] == ["stream"]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "columns", "served"),
+    [(1, 4096, True), (8, 28_672, True), (9, 28_672, False), (8, 32_768, False)],
+)
+def test_the_skinny_kernel_takes_few_tokens_whose_sums_fit(
+    tokens: int, columns: int, served: bool
+) -> None:
+    x, w = torch.empty(tokens, 1, columns, device="meta"), torch.empty(1, 8, columns, device="meta")
+    assert skinny_launch.serves(x, w) == served
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "groups", "most", "each"),
+    [(64, 8, 51, 4), (64, 1, 51, 1), (64, 2, 51, 1), (2048, 1, 40, 16), (320, 1, 6, 3)],
+)
+def test_skinny_tiles_are_shared_out_so_that_each_multiprocessor_has_a_cta(
+    row_tiles: int, groups: int, most: int, each: int
+) -> None:
+    assert skinny_launch.tiles_each(row_tiles, groups, most, 132) == each
+
+
+def test_skinny_tiles_whose_sums_do_not_fit_take_more_ctas() -> None:
+    assert skinny_launch.tiles_each(8192, 1, 7, 132) == 7
 
 
 def test_operands_carry_the_strides_of_a_step_and_its_live_groups() -> None:

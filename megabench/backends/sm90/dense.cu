@@ -5,43 +5,61 @@
 // Persistent over tiles of 128 tokens x kWidth rows; three warpgroups:
 //
 //   math x 2   64 tokens each: raw -> fragments, wgmma, store   Full, SlabFull -> Free, SlabFree
-//   load       raw activations, pieces by bulk copies           Free, SlabFree -> Full, SlabFull
+//   load       a warp for each: raw activations by tensor       Free, SlabFree -> Full, SlabFull
+//              copies, pieces by bulk copies, scales
 #include "dense.cuh"
 #include "fragments.cuh"
 
-DEVICE void load_role(const Params& p, u32 smem, int thread) {
-  const int line = thread / 8, chunk = thread % 8;
-  const u32 place = line * kColumns + ((chunk ^ (line & 7)) << 4);
+constexpr int kFullArrivals = 1 + 32;     // the tensor copy, and a warp with scales
+
+DEVICE void load_raw(const Params& p, u32 smem) {
   Ring<kStages> ring;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Tile t(p, tile);
+#pragma unroll 1
+    for (int word = 0; word < p.words; word++, ring.advance()) {
+      const u32 full = smem + kBarFull + 8 * ring.slot;
+      mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
+      mbar_arrive_expect(full, kRawBytes);
+      tensor_copy(smem + kSmemRaw + ring.slot * kRawBytes, &p.x, word * kColumns, t.group, t.token,
+                  full);
+    }
+  }
+}
+
+DEVICE void load_scales(const Params& p, u32 smem, int lane) {
+  Ring<kStages> ring;
+#pragma unroll 1
+  for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
+    const Tile t(p, tile);
+    const u32* from =
+        p.x_scale + t.group * p.x_scale_group + (t.token + lane) * p.x_scale_token;
+    const int live = p.tokens - t.token;
+#pragma unroll 1
+    for (int word = 0; word < p.words; word++, ring.advance(), from += p.x_scale_word) {
+      mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
+      const u32 to = smem + kSmemScales + ring.slot * kScaleBytes + lane * 4;
+#pragma unroll
+      for (int i = 0; i < kTokens; i += 32)
+        copy4(to + i * 4, from + i * p.x_scale_token, lane + i < live ? 4 : 0);
+      arrive_after_copies(smem + kBarFull + 8 * ring.slot);
+    }
+  }
+}
+
+DEVICE void load_pieces(const Params& p, u32 smem) {
   Ring<kSlabs> slabs;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
     const Tile t(p, tile);
-    const u8* x = p.x + t.group * p.x_group + (t.token + line) * p.x_token + chunk * 16;
-    const u32* x_scale =
-        p.x_scale + t.group * p.x_scale_group + (t.token + thread) * p.x_scale_token;
     const u8* w = p.w + (i64)(t.group * p.row_tiles + t.row_tile) * p.words * (2 * kSlabBytes);
-    const int live = p.tokens - t.token;
 #pragma unroll 1
-    for (int word = 0; word < p.words; word++, ring.advance()) {
-      mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
-      const u32 raw = smem + kSmemRaw + ring.slot * kRawBytes + place;
-      const i64 column = (i64)word * kColumns;
-#pragma unroll
-      for (int i = 0; i < kTokens / 16; i++)
-        copy16(raw + i * 16 * kColumns, x + column + i * 16 * p.x_token,
-               line + i * 16 < live ? 16 : 0);
-      copy4(smem + kSmemScales + ring.slot * kScaleBytes + thread * 4,
-            x_scale + word * p.x_scale_word, thread < live ? 4 : 0);
-      arrive_after_copies(smem + kBarFull + 8 * ring.slot);
-#pragma unroll 1
-      for (int i = 0; i < 2; i++, slabs.advance(), w += kSlabBytes) {
-        if (thread != 0) continue;
-        const u32 full = smem + kBarSlabFull + 8 * slabs.slot;
-        mbar_wait(smem + kBarSlabFree + 8 * slabs.slot, slabs.parity ^ 1);
-        mbar_arrive_expect(full, kSlabBytes);
-        bulk_copy(smem + slabs.slot * kSlabBytes, w, kSlabBytes, full);
-      }
+    for (int i = 0; i < 2 * p.words; i++, slabs.advance(), w += kSlabBytes) {
+      const u32 full = smem + kBarSlabFull + 8 * slabs.slot;
+      mbar_wait(smem + kBarSlabFree + 8 * slabs.slot, slabs.parity ^ 1);
+      mbar_arrive_expect(full, kSlabBytes);
+      bulk_copy(smem + slabs.slot * kSlabBytes, w, kSlabBytes, full);
     }
   }
 }
@@ -62,14 +80,13 @@ struct Math {
 
   // acc (+)= 128 columns. A piece's 64 are converted while those before are multiplied.
   DEVICE void stage(bool first) {
-    const u32 raw = smem + kSmemRaw + ring.slot * kRawBytes + (first_token + row) * kColumns +
-                    (row << 4) + col * 4;
+    const u32 raw = smem + kSmemRaw + ring.slot * kRawBytes + matrix_row(first_token, lane);
     const u32 at = smem + kSmemScales + ring.slot * kScaleBytes + (first_token + row) * 4;
     mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
     const u32 scales[2] = {load_shared(at), load_shared(at + 32)};
     Codes codes[2];
-    load_codes(0, raw, codes[0]);
-    load_codes(1, raw, codes[1]);
+    load_matrix_codes(0, raw, lane, codes[0]);
+    load_matrix_codes(1, raw, lane, codes[1]);
     const bool large = __any_sync(~0u, has_large(scales[0] | scales[1]));
     Fragments a[2][2];  // of 64 columns each
 #pragma unroll
@@ -77,8 +94,8 @@ struct Math {
 #pragma unroll
       for (int q = 0; q < 2; q++) widen_block(2 * h + q, codes[q], scales, large, a[h][q]);
       if (h == 0) {
-        load_codes(2, raw, codes[0]);
-        load_codes(3, raw, codes[1]);
+        load_matrix_codes(2, raw, lane, codes[0]);
+        load_matrix_codes(3, raw, lane, codes[1]);
       } else {
         __syncwarp();
         if (lane == 0) mbar_arrive(smem + kBarFree + 8 * ring.slot);
@@ -140,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);
 
   if (threadIdx.x == 0) {
+    prefetch_map(&p.x);
     for (int i = 0; i < kStages; i++) {
-      mbar_init(smem + kBarFull + 8 * i, kGroup);
+      mbar_init(smem + kBarFull + 8 * i, kFullArrivals);
       mbar_init(smem + kBarFree + 8 * i, 8);
     }
     for (int i = 0; i < kSlabs; i++) {
@@ -154,7 +172,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
   if (role == 2) {
     shrink_registers<kLoadRegisters>();
-    load_role(p, smem, thread);
+    if (thread == 0) load_raw(p, smem);
+    if (thread == 32) load_pieces(p, smem);
+    if (warp == 2) load_scales(p, smem, thread % 32);
   } else {
     grow_registers<kMathRegisters>();
     Math math(p, smem, role, warp);

@@ -24,17 +24,17 @@ constexpr u32 kBarFull = kSmemBars, kBarFree = kBarFull + 8 * kStages,
 static_assert(kBarSlabFree + 8 * kSlabs <= kSharedBytes, "an SM gives a CTA 227 KB");
 
 struct Params {
-  const u8* x;             // e4m3 [tokens][groups][columns]
+  TensorMap x;             // e4m3 [tokens][groups][columns], boxes of kTokens x kColumns
   const u8* w;             // bf16 pieces [groups][rows / kWidth][columns / 64], as dense_launch.py
                            // lays them out: a wgmma operand each
   const u32* x_scale;      // ue8m0 x 4, one word for 128 columns
   u16* out;                // bf16 [tokens][groups][rows]
-  i64 x_token, x_group;    // strides: bytes, words or elements
-  i64 x_scale_token, x_scale_group, x_scale_word;
+  i64 x_scale_token, x_scale_group, x_scale_word;  // strides: words or elements
   i64 out_token, out_group;
   int tokens;
   int words;               // columns / 128
   int row_tiles, token_tiles, tiles;
+  int unused[11];          // the map's alignment
 };
 
 struct Tile {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 
 import torch
 
 from megabench.backends.sm90.kernel import SHARED_BYTES, kernel
+from megabench.backends.sm90.nvrtc import bindings, check
 
 SOURCE, NAME = "dense.cu", "sm90_dense_product"
 THREADS = 384
@@ -15,16 +17,17 @@ TILE_TOKENS = 128
 PIECE_ROWS, PIECE_COLUMNS = 256, 64
 
 
+TensorMap = ctypes.c_uint64 * 16
+
+
 class Params(ctypes.Structure):
     """`Params` of dense.cuh, field for field."""
 
     _fields_ = (
-        ("x", ctypes.c_void_p),
+        ("x", TensorMap),
         ("w", ctypes.c_void_p),
         ("x_scale", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
-        ("x_token", ctypes.c_int64),
-        ("x_group", ctypes.c_int64),
         ("x_scale_token", ctypes.c_int64),
         ("x_scale_group", ctypes.c_int64),
         ("x_scale_word", ctypes.c_int64),
@@ -35,6 +38,7 @@ class Params(ctypes.Structure):
         ("row_tiles", ctypes.c_int32),
         ("token_tiles", ctypes.c_int32),
         ("tiles", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 11),
     )
 
 
@@ -54,6 +58,32 @@ def operand_pieces(dense: torch.Tensor) -> torch.Tensor:
     return pieces[..., row[:, None].to(dense.device), column.to(dense.device)].contiguous()
 
 
+@lru_cache(maxsize=1024)
+def activation_map(
+    address: int, shape: tuple[int, int, int], strides: tuple[int, int]
+) -> ctypes.Array[ctypes.c_uint64]:
+    """The tensor map of bytes [tokens, groups, columns] at a device address, in boxes of a tile's
+    tokens and a stage's columns: 128-byte rows in the 128-byte swizzle. Strides: bytes of a token
+    and of a group, multiples of 16."""
+    driver, _ = bindings()
+    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
+    made = driver.cuTensorMapEncodeTiled(
+        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+        3,
+        address,
+        [wide(n) for n in reversed(shape)],
+        [wide(n) for n in reversed(strides)],
+        [narrow(n) for n in (STAGE_COLUMNS, 1, TILE_TOKENS)],
+        [narrow(1)] * 3,
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    encoded = check(made, "describing the activations to the copy engine")
+    return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
+
+
 def launch(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -65,13 +95,12 @@ def launch(
     (tokens, groups, columns), row_tiles = x.shape, pieces.shape[1]
     token_tiles = -(-tokens // TILE_TOKENS)
     tiles = row_tiles * token_tiles * groups
+    group_stride = x.stride(1) if groups > 1 else columns
     params = Params(
-        x.data_ptr(),
+        activation_map(x.data_ptr(), (tokens, groups, columns), (x.stride(0), group_stride)),
         pieces.data_ptr(),
         x_scale.data_ptr(),
         out.data_ptr(),
-        x.stride(0),
-        x.stride(1),
         x_scale.stride(0),
         x_scale.stride(1),
         x_scale.stride(2),

@@ -16,6 +16,15 @@ DEVICE void load_codes(int q, u32 raw, Codes& codes) {
       codes[step][half] = load_shared((raw ^ ((2 * q + step) << 4)) + half * 8 * kColumns);
 }
 
+// The same by ldmatrix: a lane has the address of one of the 16 rows, and of one half of a block.
+DEVICE u32 matrix_row(int first, int lane) {
+  return (first + (lane & 15)) * kColumns + ((lane & 7) << 4);
+}
+DEVICE void load_matrix_codes(int q, u32 raw, int lane, Codes& codes) {
+  load_matrix4(raw ^ ((2 * q + (lane >> 4)) << 4), codes[0][0], codes[0][1], codes[1][0],
+               codes[1][1]);
+}
+
 // The block's fragments. `scales`: of row, row + 8; `large`: has_large of any of the warp's.
 DEVICE void widen_block(int q, const Codes& codes, const u32 (&scales)[2], bool large,
                         Fragments& a) {

@@ -15,7 +15,6 @@ ROWS = 128
 WIDEST = 128
 """Most tokens of a tile."""
 SPLITS = (8, 4, 2)
-SKINNY_TOKENS, SKINNY_ROWS, SKINNY_THREADS = 8, 16, 128
 NARROW_TOKENS = 16
 """Fewest tokens of a tile; it then has 64 rows, so that there are enough without a cluster."""
 
@@ -44,12 +43,6 @@ class Operands(ctypes.Structure):
         ("tokens", ctypes.c_int32),
         ("words", ctypes.c_int32),
     )
-
-
-class SkinnyParams(ctypes.Structure):
-    """`Params` of skinny.cu, field for field."""
-
-    _fields_ = (("o", Operands), ("row_tiles", ctypes.c_int32))
 
 
 class Params(ctypes.Structure):
@@ -126,11 +119,6 @@ def product_kernel(device_index: int, tile: Tile) -> Kernel:
     return kernel(device_index, "product.cu", "sm90_product", SHARED_BYTES, defines)
 
 
-def skinny_kernel(device_index: int) -> Kernel:
-    """The kernel for up to SKINNY_TOKENS tokens."""
-    return kernel(device_index, "skinny.cu", "sm90_skinny_product", 0)
-
-
 def launch(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -143,12 +131,6 @@ def launch(
     measurements."""
     (tokens, groups, _), rows, index = x.shape, w.shape[1], out.device.index or 0
     o = operands(x, x_scale, w, w_scale, out)
-    if tile is None and tokens <= SKINNY_TOKENS:
-        row_tiles = rows // SKINNY_ROWS
-        skinny_kernel(index).launch(
-            SkinnyParams(o, row_tiles), (row_tiles * groups, 1), SKINNY_THREADS
-        )
-        return
     tile = tile or tile_for(tokens)
     row_tiles, token_tiles = rows // tile.rows, -(-tokens // tile.tokens)
     tiles = row_tiles * token_tiles * groups

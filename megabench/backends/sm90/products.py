@@ -11,7 +11,7 @@ import torch
 
 from megabench.backends.base import Pair
 from megabench.backends.eager_matmul import DenseWeights
-from megabench.backends.sm90 import dense_launch, product_launch
+from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
 from megabench.backends.sm90.quantize_launch import quantize
 
 DENSE_TOKENS = 257
@@ -61,6 +61,8 @@ def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> 
         return
     if pieces is not None and out.shape[0] >= DENSE_TOKENS:
         dense_launch.launch(*x, pieces, out)
+    elif skinny_launch.serves(x[0], w[0], out):
+        skinny_launch.launch(*x, *w, out)
     else:
         product_launch.launch(*x, *w, out)
 
@@ -68,7 +70,7 @@ def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> 
 def serves_linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> bool:
     """Whether the kernels can read checked operands of a linear, and win."""
     return (
-        x.shape[0] <= product_launch.SKINNY_TOKENS
+        skinny_launch.serves(x[:, None], w[None])
         and _whole_tiles(w)
         and sw.is_contiguous()
         and sw.storage_offset() % 4 == 0
@@ -83,5 +85,5 @@ def linear(x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
     if out.numel() > 0:
         codes, words = quantize(x)
         operand, weight = (codes[:, None], words[:, None]), (w[None], sw.view(torch.int32)[None])
-        product_launch.launch(*operand, *weight, out[:, None])
+        skinny_launch.launch(*operand, *weight, out[:, None])
     return out

@@ -81,6 +81,19 @@ DEVICE void bulk_copy(u32 dst, const void* src, u32 bytes, u32 bar) {
       ::"r"(dst), "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }
+// A box of a tensor of three dimensions, as its map says; zeros where it reaches outside.
+struct alignas(64) TensorMap {
+  u64 opaque[16];
+};
+DEVICE void prefetch_map(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+DEVICE void tensor_copy(u32 dst, const TensorMap* map, int x, int y, int z, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst), "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
+      : "memory");
+}
 DEVICE void bulk_prefetch_l2(const void* p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
@@ -111,6 +124,12 @@ DEVICE void load_shared4(u32 a, u32* v) {
 DEVICE void store_shared4(u32 a, const u32* v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(a), "r"(v[0]), "r"(v[1]), "r"(v[2]),
                "r"(v[3])
+               : "memory");
+}
+DEVICE void load_matrix4(u32 a, u32& v0, u32& v1, u32& v2, u32& v3) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v0), "=r"(v1), "=r"(v2), "=r"(v3)
+               : "r"(a)
                : "memory");
 }
 DEVICE void store_matrix4(u32 a, u32 v0, u32 v1, u32 v2, u32 v3) {
