@@ -38,7 +38,7 @@ class Watch:
             BarColumn(),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, emoji=False),
             transient=True,
         )
         self._task = self._progress.add_task("cases", total=planned)

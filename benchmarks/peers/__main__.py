@@ -101,7 +101,7 @@ def run(
     report: Report, groups: list[tuple[str, str, Maker]], check_only: bool, budget: float
 ) -> int:
     """Measure (or only check) the groups -> 0, or 1 when an arm was wrong or broke."""
-    started, console = time.perf_counter(), Console(stderr=True)
+    started, console = time.perf_counter(), Console(stderr=True, emoji=False)
     device = torch.device("cuda")
     bench, flush = Bench(device), make_flush(device)
     for part, size, make in groups:
@@ -116,7 +116,7 @@ def run(
         gc.collect()
         torch.cuda.empty_cache()
         console.print(f"{part} {size}: {time.perf_counter() - begun:.1f} s")
-    report.show(Console())
+    report.show(Console(emoji=False))
     print(report.page)
     return int(any(row.status in ("WRONG", "FAILED") for row in report.rows))
 

@@ -31,9 +31,9 @@ def show(
 ) -> None:
     """Print a result, to stderr with `err`. `explain` adds every finding's evidence; `report` is
     where it can be read, too."""
-    out = Console(stderr=err)
+    out = Console(stderr=err, emoji=False)
     if not out.is_terminal:
-        out = Console(stderr=err, width=WIDE)
+        out = Console(stderr=err, width=WIDE, emoji=False)
     listed = [f for f in result.findings if f.decision.verdict != "SAME"]
     if listed:
         out.print(_table(listed))
