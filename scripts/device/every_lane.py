@@ -16,8 +16,10 @@ ELECTED = re.compile(
     r"(?P<open>\s*\{?\s*)(?P<arrive>mbar_arrive\([^;]*\);)"
 )
 INIT = re.compile(r"mbar_init\((?P<bar>[^;]*), (?P<count>[^,;]+)\);")
-BY_THREADS = ("1", "kGroup", "kRoleThreads")
+BY_THREADS = ("1", "kGroup", "kRoleThreads", "kFullArrivals")
 """Counts of barriers on which threads arrive for themselves."""
+BY_WARPS = re.compile(r"(\d|kRowGroups|kConvertGroups|[ *+()])+")
+"""Counts of barriers on which a lane arrives for its warp."""
 
 
 def every_lane(source: str) -> str:
@@ -35,6 +37,8 @@ def every_lane(source: str) -> str:
     def init(found: re.Match[str]) -> str:
         if found["count"] in BY_THREADS:
             return found[0]
+        if not BY_WARPS.fullmatch(found["count"]):
+            raise ValueError(f"who arrives on a barrier of {found['count']}, threads or warps?")
         return f"mbar_init({found['bar']}, {WARP} * ({found['count']}));"
 
     return INIT.sub(init, ELECTED.sub(arrive, source))
