@@ -5,18 +5,20 @@
 // tiles, two words of 128 columns ahead, with its activations in registers. Codes become f16 as
 // they are, and the sums of a block of 32 columns are scaled in float32.
 //
-// Lane 4g + c has 16 codes of rows g and g + 8, columns 16c.. of 64, whose word i makes the
-// fragments of step i: lanes of c < 2 have the first block, the others the second. Up to four
-// tokens, mma's eight columns are tokens x blocks: a lane's activations of the other block are
-// zeros. Beyond that each block has steps of its own.
+// A lane's load is 16 codes of a row, whose word i makes the fragments of step i. mma's eight
+// columns tell apart whose products they are: 8 tokens; or 4 tokens x the 2 blocks of 64 columns; or
+// 2 tokens x 2 blocks x the halves of 128 columns, for loads of whole lines of memory, where one row
+// of the weight fills two of mma's. Lane 4g + c has columns 16c.. of 64, so lanes of c < 2 have the
+// first block, the others the second; where it is not a column's, the activations are zeros.
 #include "mxfp8.cuh"
 
 #ifndef TOKENS
-#error "compile with -DTOKENS=4 or 8, the most tokens"
+#error "compile with -DTOKENS=2, 4 or 8, the most tokens"
 #endif
 
 constexpr int kTokens = TOKENS;
-constexpr bool kBothBlocks = kTokens == 4;  // in one step
+constexpr bool kBothBlocks = kTokens < 8;   // in one step, as columns
+constexpr bool kWholeLines = kTokens == 2;  // and the halves
 constexpr int kRows = 16, kWarps = 16, kThreads = 32 * kWarps;
 constexpr int kPieceWords = 2, kPieceColumns = kPieceWords * kColumns;
 constexpr int kSum = kRows * kTokens + 16;  // floats of a tile's piece, apart by half the banks
@@ -79,32 +81,45 @@ DEVICE float scale_of(u32 word, int q) {
 struct Lane {
   int g, c;
   DEVICE Lane() : g(threadIdx.x % 32 >> 2), c(threadIdx.x & 3) {}
-  DEVICE int token() const { return kBothBlocks ? g & 3 : g; }               // of its activations
-  DEVICE int sum_token() const { return kBothBlocks ? 2 * (c & 1) : 2 * c; }  // first of its sums
-  DEVICE bool in_block() const { return !kBothBlocks || g >> 2 == c >> 1; }
-  DEVICE int scale_bit() const { return kBothBlocks ? 8 * (c >> 1) : 0; }     // of its block's
+  DEVICE int row() const { return kWholeLines ? g >> 1 : g; }
+  DEVICE int column() const { return 16 * c + (kWholeLines ? 64 * (g & 1) : 0); }
+  // of its activations, column g of mma
+  DEVICE int x_token() const { return g % kTokens; }
+  DEVICE int x_column() const { return 16 * c + (kWholeLines ? 64 * (g >> 1 & 1) : 0); }
+  DEVICE bool x_block() const { return !kBothBlocks || g >> 2 == c >> 1; }
+  // of its sums, columns 2c and 2c + 1
+  DEVICE int sum_token() const { return 2 * c % kTokens; }
+  DEVICE int scale_bit() const {
+    return kBothBlocks ? 8 * (c >> 1) + (kWholeLines ? 16 * (c & 1) : 0) : 0;
+  }
 };
 
-struct Word {                             // 128 columns of the lane's two rows
-  u32 w[2][2][4], scale[2];               // [64 columns][row, row + 8]
+constexpr int kXGroups = kWholeLines ? 1 : 2;  // of 64 columns a lane, in 128
+constexpr int kRowGroups = kWholeLines ? 2 : 1;  // of 8 rows
+
+struct Word {                             // 128 columns: 2 groups of rows or columns
+  u32 w[2][2][4], scale[kRowGroups][2];   // [group][upper or lower rows]
 };
+DEVICE int row_of(int group, int lower) { return kWholeLines ? 8 * group + 4 * lower : 8 * lower; }
+DEVICE int column_of(int group) { return kWholeLines ? 0 : 64 * group; }
 
 struct Activations {                      // of a piece
-  u32 low[kPieceWords][2][4], high[kPieceWords][2][4], scale[kPieceWords][2];
+  u32 low[kPieceWords][kXGroups][4], high[kPieceWords][kXGroups][4], scale[kPieceWords][2];
 
   // Tokens past the last are copies of it: their sums go nowhere.
   DEVICE void load(const Params& p, const Lane& lane, int group, int piece) {
     const bool both = (piece + 1) * kPieceWords <= p.words;
-    const int token = min(lane.token(), p.tokens - 1);
+    const int token = min(lane.x_token(), p.tokens - 1);
     const u8* x =
-        p.x + (group * p.x_group + token * p.x_token + piece * kPieceColumns + 16 * lane.c);
+        p.x + (group * p.x_group + token * p.x_token + piece * kPieceColumns + lane.x_column());
 #pragma unroll
     for (int j = 0; j < kPieceWords; j++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) {
+      for (int m = 0; m < kXGroups; m++) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) low[j][h][i] = 0;
-        if ((j == 0 || both) && lane.in_block()) load16(x + j * kColumns + 64 * h, low[j][h]);
+        for (int i = 0; i < 4; i++) low[j][m][i] = 0;
+        if ((j == 0 || both) && lane.x_block())
+          load16(x + j * kColumns + column_of(m), low[j][m]);
       }
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -119,44 +134,77 @@ struct Activations {                      // of a piece
 #pragma unroll
     for (int j = 0; j < kPieceWords; j++) {
 #pragma unroll
-      for (int h = 0; h < 2; h++)
+      for (int m = 0; m < kXGroups; m++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) to_f16(low[j][h][i], low[j][h][i], high[j][h][i]);
+        for (int i = 0; i < 4; i++) to_f16(low[j][m][i], low[j][m][i], high[j][m][i]);
 #pragma unroll
       for (int e = 0; e < 2; e++) scale[j][e] >>= lane.scale_bit();
     }
   }
 };
 
-// acc: [row, row + 8][token, token + 1]
+// acc: [group of rows][upper, lower][token, token + 1]
 DEVICE void multiply(const Lane& lane, const Word& word, const Activations& x, int j,
-                     float (&acc)[4]) {
+                     float (&acc)[kRowGroups][4]) {
   constexpr int kSteps = kBothBlocks ? 1 : 2;
-  const u32 scale[2] = {word.scale[0] >> lane.scale_bit(), word.scale[1] >> lane.scale_bit()};
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
+  for (int m = 0; m < 2; m++) {
+    const int rows = m % kRowGroups, columns = m % kXGroups;
     float sum[kSteps][4] = {};
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       u32 low[2], high[2];
 #pragma unroll
-      for (int half = 0; half < 2; half++) to_f16(word.w[h][half][i], low[half], high[half]);
+      for (int lower = 0; lower < 2; lower++)
+        to_f16(word.w[m][lower][i], low[lower], high[lower]);
+      const u32 x_low = x.low[j][columns][i], x_high = x.high[j][columns][i];
       if constexpr (kBothBlocks) {
-        mma(sum[0], low, high, x.low[j][h][i], x.high[j][h][i]);
+        mma(sum[0], low, high, x_low, x_high);
       } else {
 #pragma unroll
         for (int b = 0; b < 2; b++) {
           const u32 mine = lane.c >> 1 == b ? 0x3c003c00u : 0;  // ones or zeros
-          mma(sum[b], low, high, mul_f16x2(x.low[j][h][i], mine), mul_f16x2(x.high[j][h][i], mine));
+          mma(sum[b], low, high, mul_f16x2(x_low, mine), mul_f16x2(x_high, mine));
         }
       }
     }
 #pragma unroll
-    for (int b = 0; b < kSteps; b++)
+    for (int b = 0; b < kSteps; b++) {
+      const int q = 2 * columns + b;      // of the blocks from the lane's first
 #pragma unroll
       for (int i = 0; i < 4; i++)
-        acc[i] = fmaf(sum[b][i] * scale_of(scale[i / 2], 2 * h + b),
-                      scale_of(x.scale[j][i % 2], 2 * h + b), acc[i]);
+        acc[rows][i] = fmaf(sum[b][i] * scale_of(word.scale[rows][i / 2] >> lane.scale_bit(), q),
+                            scale_of(x.scale[j][i % 2], q), acc[rows][i]);
+    }
+  }
+}
+
+// A warp's sums of a tile's piece into shared memory, [token][row].
+DEVICE void keep(const Lane& lane, float (&acc)[kRowGroups][4], float* sums) {
+  if constexpr (kWholeLines) {
+    // The lanes of a row's four blocks add them: each ends with one row of two tokens.
+    const bool second = lane.c >> 1, lower = lane.g & 1;
+    float v[4], total[2];
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      v[i] = (second ? acc[kRowGroups - 1][i] : acc[0][i]) +
+             __shfl_xor_sync(~0u, second ? acc[0][i] : acc[kRowGroups - 1][i], 2);
+#pragma unroll
+    for (int e = 0; e < 2; e++)
+      total[e] = (lower ? v[2 + e] : v[e]) + __shfl_xor_sync(~0u, lower ? v[e] : v[2 + e], 5);
+    if ((lane.c & 1) == (lane.g & 1)) {
+#pragma unroll
+      for (int e = 0; e < 2; e++) sums[e * kRows + row_of(second, lower) + lane.row()] = total[e];
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+      if constexpr (kBothBlocks) acc[0][i] += __shfl_xor_sync(~0u, acc[0][i], 2);
+    if (!kBothBlocks || lane.c < 2) {
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        sums[(lane.sum_token() + i % 2) * kRows + row_of(0, i / 2) + lane.row()] = acc[0][i];
+    }
   }
 }
 
@@ -171,8 +219,8 @@ struct Stream {                           // of a warp: its pieces, each through
         piece(threadIdx.x / 32) {
     for (team = 0; piece >= p.wide; team++) piece -= p.wide;
     if (team >= min(p.teams, tiles)) piece = p.pieces;
-    const u32 row = (first_tile + team) * kRows + lane.g;
-    w_first = group * p.w_group + row * p.w_row + 16 * lane.c;
+    const u32 row = (first_tile + team) * kRows + lane.row();
+    w_first = group * p.w_group + row * p.w_row + lane.column();
     scale_first = group * p.w_scale_group + row * p.w_scale_row;
     start();
   }
@@ -189,15 +237,18 @@ struct Stream {                           // of a warp: its pieces, each through
   }
   DEVICE void fetch(int j, Word& word) const {
     if (piece >= p.pieces || (j > 0 && piece * kPieceWords + j >= p.words)) return;
-    const u8 *up = p.w + w, *down = p.w + (w + 8 * p.w_row);
     const u32 at = scale + j * p.w_scale_word;
-    word.scale[0] = load4(p.w_scale + at);
-    word.scale[1] = load4(p.w_scale + (at + 8 * p.w_scale_row));
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      load16_once(up + j * kColumns + 64 * h, policy, word.w[h][0]);
-      load16_once(down + j * kColumns + 64 * h, policy, word.w[h][1]);
-    }
+    for (int m = 0; m < kRowGroups; m++)
+#pragma unroll
+      for (int lower = 0; lower < 2; lower++)
+        word.scale[m][lower] = load4(p.w_scale + (at + row_of(m, lower) * p.w_scale_row));
+#pragma unroll
+    for (int m = 0; m < 2; m++)
+#pragma unroll
+      for (int lower = 0; lower < 2; lower++)
+        load16_once(p.w + (w + row_of(m, lower) * p.w_row) + j * kColumns + column_of(m), policy,
+                    word.w[m][lower]);
   }
 };
 
@@ -243,22 +294,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
   while (piece < p.pieces) {
     ahead.advance();
-    float acc[4] = {};
+    float acc[kRowGroups][4] = {};
 #pragma unroll
     for (int j = 0; j < kPieceWords; j++) {
       const Word word = words[j];
       ahead.fetch(j, words[j]);
       if (j == 0 || piece * kPieceWords + j < p.words) multiply(lane, word, x, j, acc);
     }
-    if constexpr (kBothBlocks) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) acc[i] += __shfl_xor_sync(~0u, acc[i], 2);
-    }
-    float* to = sums + (tile * p.pieces + piece) * kSum + lane.sum_token() * kRows + lane.g;
-    if (!kBothBlocks || lane.c < 2) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) to[i % 2 * kRows + i / 2 * 8] = acc[i];
-    }
+    keep(lane, acc, sums + (tile * p.pieces + piece) * kSum);
     if (ahead.piece != piece && ahead.piece < p.pieces) {
       x.load(p, lane, group, ahead.piece);
       x.convert(lane);

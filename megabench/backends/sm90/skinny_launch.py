@@ -9,7 +9,7 @@ import torch
 from megabench.backends.sm90.kernel import Kernel, kernel
 
 SOURCE, NAME = "skinny.cu", "sm90_skinny_product"
-TOKENS = (4, 8)
+TOKENS = (2, 4, 8)
 """Most tokens of each build."""
 ROWS, THREADS, WARPS = 16, 512, 16
 STAGE_COLUMNS, PIECE_WORDS = 128, 2
