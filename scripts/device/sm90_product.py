@@ -260,12 +260,21 @@ def part_of(whole: Call, tokens: int) -> Call:
     return Call((step.data, step.scale), whole.w, out, out)
 
 
+def warm_up(seconds: float = 0.2) -> None:
+    """Until an idle GPU's clocks have risen, times come out a microsecond long."""
+    x, end = torch.ones(4096, 4096, dtype=torch.bfloat16, device=DEVICE), time.time() + seconds
+    while time.time() < end:
+        x @ x
+        torch.cuda.synchronize()
+
+
 def time_all(sizes: tuple[int, ...]) -> None:
     w = make_weight(GROUPS, 0)
     whole = make_call(max(sizes), 1, w)
     ours, triton = prepared(w), TritonBackend()
     triton.prepare(*w)
     wide = dense(w).bfloat16().transpose(1, 2)
+    warm_up()
     for tokens in sizes:
         call = part_of(whole, tokens)
         x = dense(call.x).bfloat16().transpose(0, 1).contiguous()
@@ -284,6 +293,7 @@ def time_linears(sizes: tuple[int, ...]) -> None:
     for rows, columns in LINEARS:
         w = make_linear(rows, columns)
         ours, triton = Sm90Backend(), TritonBackend()
+        warm_up()
         for tokens in sizes:
             x = make_rows(tokens, columns)
             us = median_us(lambda: ours.linear(x, *w))  # noqa: B023 - called at once
@@ -301,11 +311,9 @@ def choices(call: Call, pieces: torch.Tensor) -> Iterator[tuple[str, Callable[[]
     stream = partial(product_launch.launch, *call.x, *call.w, call.out)
     if tokens <= skinny_launch.TOKENS[-1]:
         yield "skinny", partial(skinny_launch.launch, *call.x, *call.w, call.out)
-    for width in (16, 32, 64, 128):
+    for width in product_launch.WIDTHS:
         if min(tokens, 64) <= width <= 2 * max(tokens, 8):
-            for rows in (64, 128) if width < 128 else (128,):
-                tile = product_launch.Tile(width, rows)
-                yield f"{width}x{rows}", partial(stream, tile=tile)
+            yield str(width), partial(stream, width=width)
     if tokens >= 64:
         yield "dense", partial(dense_launch.launch, *call.x, pieces, call.out)
 

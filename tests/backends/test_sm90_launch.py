@@ -19,6 +19,7 @@ from megabench.backends.sm90 import (
     prefill_launch,
     product_launch,
     skinny_launch,
+    tensor_map,
 )
 from megabench.backends.sm90 import kernel as module
 from megabench.backends.sm90.kernel import Kernel
@@ -74,7 +75,7 @@ class Driver:
     ) -> tuple[Status, SimpleNamespace]:
         assert (kind, rank, address % 16) == ("bytes", 3, 0)
         self.maps.append((shape, strides, *rest))
-        self.map = dense_launch.TensorMap(*range(16))
+        self.map = tensor_map.TensorMap(*range(16))
         return Status(0), SimpleNamespace(getPtr=lambda: ctypes.addressof(self.map))
 
     def cuOccupancyMaxActiveClusters(self, function: object, config: Config) -> tuple[Status, int]:
@@ -104,14 +105,14 @@ class Driver:
 def forget_kernels() -> None:
     module.kernel.cache_clear()
     decode_launch.decode_kernel.cache_clear()
-    dense_launch.activation_map.cache_clear()
+    tensor_map._encoded.cache_clear()
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     forget_kernels()
-    for user in (module, dense_launch):
+    for user in (module, tensor_map):
         monkeypatch.setattr(user, "bindings", lambda: (made, None))
     monkeypatch.setattr(module, "load_function", lambda source, name, shared, defines: name)
     cuda = {
@@ -192,22 +193,41 @@ def test_prefill_has_a_cta_for_each_item_or_is_persistent(
 
 
 @pytest.mark.parametrize(
-    ("tokens", "name", "grid", "threads", "cluster"),
+    ("tokens", "groups", "grid", "threads", "cluster"),
     [
-        (16, "sm90_product", 2 * 16 * 4, 768, 4),
-        (100, "sm90_product", 2 * 8 * 8, 640, 8),
-        (600, "sm90_product", 2 * 8 * 5, 640, 1),
+        (16, 1, (8 * 8, 1), 512, 8),
+        (100, 8, (8 * 2, 8), 640, 2),
+        (200, 2, (8 * 4, 2 * 2), 640, 4),
+        (600, 8, (8, 8 * 5), 640, 1),
     ],
 )
 def test_a_streamed_product_covers_its_tiles(
-    driver: Driver, tokens: int, name: str, grid: int, threads: int, cluster: int
+    driver: Driver, tokens: int, groups: int, grid: tuple[int, int], threads: int, cluster: int
 ) -> None:
-    x, x_scale = torch.empty(tokens, 2, 4096), torch.empty(tokens, 2, 32)
-    w, w_scale = torch.empty(2, 1024, 4096), torch.empty(2, 1024, 32)
-    product_launch.launch(x, x_scale, w, w_scale, torch.empty(tokens, 2, 1024))
+    streamed(tokens, groups)
     (launch,) = driver.launches
-    assert (launch["function"], launch["grid"]) == (name, (grid, 1, 1))
+    assert (launch["function"], launch["grid"]) == ("sm90_product", (*grid, 1))
     assert (launch["threads"], launch["cluster"]) == ((threads, 1, 1), cluster)
+
+
+def streamed(tokens: int, groups: int) -> None:
+    """A launch over a part of a step's groups."""
+    step = torch.empty(tokens + 7, 8, 4096, dtype=torch.uint8)
+    w, w_scale = torch.empty(groups, 1024, 4096, dtype=torch.uint8), torch.empty(groups, 1024, 32)
+    x, x_scale = step[3 : 3 + tokens, :groups], torch.empty(tokens, groups, 32)
+    product_launch.launch(x, x_scale, w, w_scale, torch.empty(tokens, groups, 1024))
+
+
+@pytest.mark.parametrize(("tokens", "width"), [(1, 16), (60, 64), (300, 128)])
+def test_a_streamed_product_reads_boxes_of_a_tile_on_both_sides(
+    driver: Driver, tokens: int, width: int
+) -> None:
+    streamed(tokens, 2)
+    x, w = driver.maps
+    token_step = 8 * 4096 if tokens > 1 else 4096
+    assert x[:3] == ([4096, 2, tokens], [4096, token_step], [128, 1, width])
+    assert w[:3] == ([4096, 1024, 2], [4096, 1024 * 4096], [128, 128, 1])
+    assert x[3:] == w[3:] == ([1, 1, 1], "plain", "128-byte swizzle", "128 bytes", "zeros")
 
 
 @pytest.mark.parametrize(("tokens", "ctas"), [(300, 2 * 4 * 3), (65536, SMS)])
@@ -231,8 +251,7 @@ def test_the_dense_product_reads_boxes_of_a_tile_from_a_step_of_more_groups(
     (made,) = driver.maps
     assert made[:4] == ([4096, groups, 300], [4096, 8 * 4096], [128, 1, 128], [1, 1, 1])
     assert made[4:] == ("plain", "128-byte swizzle", "128 bytes", "zeros")
-    key = x.data_ptr(), (300, groups, 4096), (8 * 4096, 4096)
-    assert list(dense_launch.activation_map(*key)) == list(range(16))
+    assert list(tensor_map.box_map(x, (128, 1, 128))) == list(range(16))
     assert len(driver.maps) == 1
 
 

@@ -23,10 +23,14 @@ from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
 from megabench.backends.triton.backend import TritonBackend
 from megabench.quant import alloc_mega_attn_output, pack_mn_major
 
-TILES = sorted({product_launch.tile_for(tokens) for tokens in range(9, 400)})
+STREAMED = [
+    product_launch.Build(width, split)
+    for width in product_launch.WIDTHS
+    for split in (1, *product_launch.SPLITS)
+]
 EINSUM = ("bhr,hdr->bhd", (1, 1, 32))
 BUILDS = [
-    *(("product.cu", (f"TOKENS={tile.tokens}", f"ROWS={tile.rows}")) for tile in TILES),
+    *(("product.cu", build.defines) for build in STREAMED),
     *(("skinny.cu", (f"TOKENS={room}",)) for room in skinny_launch.TOKENS),
     ("dense.cu", ()),
     ("activation.cu", ()),
@@ -49,7 +53,11 @@ def test_the_kernels_compile_without_spills_or_serialised_wgmma(
 @pytest.mark.parametrize(
     ("entry", "structure", "facts"),
     [
-        ("product.cu", product_launch.Params, "kSmemBytes <= 232448"),
+        (
+            "product.cu",
+            product_launch.Params,
+            f"kSmemBytes <= 232448 && kRows == {product_launch.ROWS}",
+        ),
         (
             "skinny.cu",
             skinny_launch.Params,
@@ -65,13 +73,8 @@ def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
     tmp_path: Path, entry: str, structure: type[ctypes.Structure], facts: str
 ) -> None:
     lines = [f'#include "{entry}"', "#include <cstddef>", *mirror(structure, "Params")]
-    if entry == "product.cu":  # its operands are flat
-        lines = [line for line in lines if "(Params, o)" not in line]
-        lines += [
-            line.replace("Operands", "Params")
-            for line in mirror(product_launch.Operands, "Operands")
-            if "sizeof" not in line
-        ]
+    if entry == "product.cu":
+        lines += mirror(product_launch.Operands, "Operands")
     lines.append(f"static_assert({facts});")
     source = tmp_path / "layout_check.cu"
     source.write_text("\n".join(lines))
@@ -79,13 +82,13 @@ def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
 
 
 @needs_nvcc
-@pytest.mark.parametrize("tile", TILES)
-def test_a_tile_has_the_threads_its_kernel_expects(
-    tmp_path: Path, tile: product_launch.Tile
+@pytest.mark.parametrize("build", [build for build in STREAMED if build.split == 2])
+def test_a_build_has_the_threads_its_kernel_expects(
+    tmp_path: Path, build: product_launch.Build
 ) -> None:
     source = tmp_path / "threads.cu"
-    source.write_text(f'#include "product.cuh"\nstatic_assert(kThreads == {tile.threads});')
-    compile_cuda(source, tmp_path, f"-DTOKENS={tile.tokens}", f"-DROWS={tile.rows}")
+    source.write_text(f'#include "product.cuh"\nstatic_assert(kThreads == {build.threads});')
+    compile_cuda(source, tmp_path, *(f"-D{name}" for name in build.defines))
 
 
 def test_every_header_travels_with_the_entry_files() -> None:
@@ -100,11 +103,10 @@ def test_every_header_travels_with_the_entry_files() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "tile"),
-    [(9, (16, 64)), (17, (32, 128)), (33, (64, 128)), (65, (128, 128)), (4096, (128, 128))],
+    ("tokens", "width"), [(1, 16), (16, 16), (17, 32), (33, 64), (65, 128), (4096, 128)]
 )
-def test_tiles_are_as_wide_as_the_tokens_need(tokens: int, tile: tuple[int, int]) -> None:
-    assert product_launch.tile_for(tokens) == tile
+def test_tiles_are_as_wide_as_the_tokens_need(tokens: int, width: int) -> None:
+    assert product_launch.width_for(tokens) == width
 
 
 @pytest.mark.parametrize(

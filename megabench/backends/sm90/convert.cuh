@@ -43,7 +43,8 @@ struct Converter {
   // the next unit to stage
   u32 offset0, offset1;    // its rows
   const u8* lane_base;     // what their offsets are added to
-  bool stage_fp4;
+  u32 lane_slot;           // where the lane's 16 bytes go in slot 0
+  bool stage_fp4, second_row;
 
   DEVICE Converter(const Params& params, u32 smem_base, int warp_, int lane_)
       : p(params), smem(smem_base), warp(warp_), lane(lane_), g(lane >> 3), r((lane >> 2) & 1),
@@ -66,7 +67,10 @@ struct Converter {
     const u32 extra = meta_of(block) & kMetaExtra, to = scales + (block & 1) * kScaleBytes;
     const u8* pool = pick(p.pool, extra);
     stage_fp4 = kExtraFp4 && extra;
-    lane_base = pool + (stage_fp4 ? lane % 16 : lane) * 16;
+    second_row = stage_fp4 && lane >= 16;
+    const int in_row = stage_fp4 ? lane % 16 : lane;
+    lane_base = pool + in_row * 16;
+    lane_slot = ring + in_row * 16 + (second_row ? kRowPitch : 0);
     const int row = stage_fp4 ? lane / 2 : lane % 16, part = stage_fp4 ? lane % 2 * 16 : 0;
     const u32 offset = load_shared(rows_of(block) + unit_rows(row / 2) + row % 2 * 4);
     if (stage_fp4 || lane < 16)
@@ -75,18 +79,13 @@ struct Converter {
              offset == kNoRow ? 0 : 16);
   }
 
-  // Starts the copy of the next unit into a slot. A masked row reads nothing and becomes zeros.
+  // Starts the copy of the next unit into a slot: NVFP4's two rows at once, fp8's one by one. A
+  // masked row reads nothing and becomes zeros.
   DEVICE void stage_unit(int slot) {
-    const u32 to = ring + slot * kUnitBytes;
-    if (!stage_fp4) {
-      copy16(to + lane * 16, lane_base + (u64)offset0 * 16, offset0 == kNoRow ? 0 : 16);
-      copy16(to + lane * 16 + kRowPitch, lane_base + (u64)offset1 * 16, offset1 == kNoRow ? 0 : 16);
-    } else {
-      const bool second = lane / 16;
-      const u32 offset = second ? offset1 : offset0;
-      copy16(to + lane % 16 * 16 + second * kRowPitch, lane_base + (u64)offset * 16,
-             offset == kNoRow ? 0 : 16);
-    }
+    const u32 to = lane_slot + slot * kUnitBytes, offset = second_row ? offset1 : offset0;
+    copy16(to, lane_base + (u64)offset * 16, offset == kNoRow ? 0 : 16);
+    if (!stage_fp4)
+      copy16(to + kRowPitch, lane_base + (u64)offset1 * 16, offset1 == kNoRow ? 0 : 16);
     copy_commit();
   }
 
@@ -111,22 +110,23 @@ struct Converter {
     read_offsets(next);
   }
 
-  // 16 dims: 8 columns of even pairs, 8 of odd pairs.
-  DEVICE static void store16(u32 at, const u32* even, const u32* odd) {
-    store_shared4(at, even);
-    store_shared4(at ^ 16, odd);
+  // 16 dims: 8 columns of even pairs, 8 of odd pairs. `at`: of both, `further` bytes on.
+  DEVICE static void store16(const u32 (&at)[2], u32 further, const u32* even, const u32* odd) {
+    store_shared4(at[0] + further, even);
+    store_shared4(at[1] + further, odd);
   }
 
-  DEVICE static void convert16(const u32* codes, u32 scale, u32 at) {
+  DEVICE static void convert16(const u32* codes, u32 scale, const u32 (&at)[2], u32 further) {
     u32 even[4], odd[4];
     const u32 factor = (scale + 120) * 0x00800080u;
 #pragma unroll
     for (int i = 0; i < 4; i++) convert_e4m3(codes[i], factor, even[i], odd[i]);
-    store16(at, even, odd);
+    store16(at, further, even, odd);
   }
 
   // Scale bytes above 134 (rows beyond 2^15) need their factor in two steps to stay in bf16.
-  DEVICE static void convert16_large(const u32* codes, u32 scale, u32 at) {
+  DEVICE static void convert16_large(const u32* codes, u32 scale, const u32 (&at)[2],
+                                     u32 further) {
     const u32 factor = (min(scale, 134u) + 120) * 0x00800080u;
     const u32 rest = (max(scale, 134u) - 134 + 127) * 0x00800080u;
     u32 even[4], odd[4];
@@ -136,32 +136,34 @@ struct Converter {
       even[i] = mul_bf16x2(even[i], rest);
       odd[i] = mul_bf16x2(odd[i], rest);
     }
-    store16(at, even, odd);
+    store16(at, further, even, odd);
   }
 
-  DEVICE static void convert16_fp4(const u32* codes, float scale, u32 at) {
+  DEVICE static void convert16_fp4(const u32* codes, float scale, const u32 (&at)[2],
+                                   u32 further) {
     u32 even[4], odd[4];
     const float f = scale * 0x1p117f;  // 126 for the code's place, less kFp4Shift
     const u32 factor = pack_bf16(f, f);
 #pragma unroll
     for (int i = 0; i < 4; i++)
       convert_e2m1(__byte_perm(codes[i >> 1], 0, i & 1 ? 0x3322 : 0x1100), factor, even[i], odd[i]);
-    store16(at, even, odd);
+    store16(at, further, even, odd);
   }
 
-  template <bool Fp4> DEVICE static void convert(const RawUnit& raw, u32 at) {
-    const u32 far = at + 4 * kTileGroup;  // 256 dims further on
+  template <bool Fp4>
+  DEVICE static void convert(const RawUnit& raw, const u32 (&at)[2], u32 further) {
+    const u32 far = further + 4 * kTileGroup;  // 256 dims further on
     if (Fp4) {
       float lo, hi;
       unpack_e4m3x2(raw.scale_lo | raw.scale_hi << 8, lo, hi);
-      convert16_fp4(raw.lo, lo, at);
-      convert16_fp4(raw.hi, hi, far);
+      convert16_fp4(raw.lo, lo, at, further);
+      convert16_fp4(raw.hi, hi, at, far);
     } else {
-      convert16(raw.lo, raw.scale_lo, at);
-      convert16(raw.hi, raw.scale_hi, far);
+      convert16(raw.lo, raw.scale_lo, at, further);
+      convert16(raw.hi, raw.scale_hi, at, far);
       if (__any_sync(~0u, max(raw.scale_lo, raw.scale_hi) > 134)) {  // once more, the slow way
-        convert16_large(raw.lo, raw.scale_lo, at);
-        convert16_large(raw.hi, raw.scale_hi, far);
+        convert16_large(raw.lo, raw.scale_lo, at, further);
+        convert16_large(raw.hi, raw.scale_hi, at, far);
       }
     }
   }
@@ -173,26 +175,31 @@ struct Converter {
   // One block. Units are read one ahead of their conversion and staged kUnits ahead, so that the
   // second half stages the next block's first units. Two units fill a warp's part of a step.
   template <bool Fp4> DEVICE void convert_block(u32 block) {
-    const u32 x = block & 1, rows = rows_of(block), next = rows_of(block + 1);
-    u32 scale = scales + x * kScaleBytes + r * kScalePitch, to = tile + x * kTileBytes;
+    const u32 x = block & 1;
+    u32 ahead = rows_of(block) + unit_rows(5);  // the offsets to read next
+    u32 scale = scales + x * kScaleBytes + r * kScalePitch;
+    const u32 to = tile + x * kTileBytes;
+    u32 even[2] = {to, to ^ 16}, odd[2] = {to ^ 32, to ^ 48};  // where even and odd units go
     RawUnit raw[2];
-    take<Fp4>(raw[0], scale, 0, rows + unit_rows(5));
-#pragma unroll 1
-    for (int half = 0; half < 2; half++, to += 2 * kStep * 128, scale += 8 * kScalePitch) {
-      const u32 near = half ? next + unit_rows(2) : rows + unit_rows(6);
-      wait_free(block, 2 * half);
-      take<Fp4>(raw[1], scale + 2 * kScalePitch, 1, near);
-      convert<Fp4>(raw[0], to);
-      take<Fp4>(raw[0], scale + 4 * kScalePitch, 2, near + unit_rows(1));
-      convert<Fp4>(raw[1], (to ^ 32) + 256);
-      wait_free(block, 2 * half + 1);
-      take<Fp4>(raw[1], scale + 6 * kScalePitch, 3, next + (half ? unit_rows(4) : 0));
-      convert<Fp4>(raw[0], to + kStep * 128);
-      if (half == 0) {
-        stage_block(block + 1);
-        take<Fp4>(raw[0], scale + 8 * kScalePitch, 0, next + unit_rows(1));
+    take<Fp4>(raw[0], scale, 0, ahead);
+    ahead += unit_rows(6) - unit_rows(5);
+#pragma unroll(Fp4 ? kFp4StepsAtOnce : kFp8StepsAtOnce)
+    for (int step = 0; step < kSteps; step++) {
+      const int slot = step % 2 * 2;
+      wait_free(block, step);
+      if (step == 1) {
+        // Later offsets are known to be there with a free tile: see Cursor and kLookahead.
+        if (block == 0) bar_sync(kBarLookahead, 2 * kRoleThreads);
+        ahead = rows_of(block + 1);
       }
-      convert<Fp4>(raw[1], (to ^ 32) + 256 + kStep * 128);
+      take<Fp4>(raw[1], scale + 2 * kScalePitch, slot + 1, ahead);
+      convert<Fp4>(raw[0], even, 0);
+      if (step == 1) stage_block(block + 1);
+      if (step < kSteps - 1) take<Fp4>(raw[0], scale + 4 * kScalePitch, 2 - slot, ahead + 8);
+      convert<Fp4>(raw[1], odd, 256);
+      scale += 4 * kScalePitch, ahead += unit_rows(2);
+#pragma unroll
+      for (int i = 0; i < 2; i++) even[i] += kStep * 128, odd[i] += kStep * 128;
     }
     fence_async_proxy();
     __syncwarp();
@@ -203,9 +210,9 @@ static_assert(kUnits == 4 && kUnitsPerBlock == 8, "convert_block is written for 
 
 DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step) {
   Converter cv(p, smem, warp, lane_id());
-  bar_sync(kBarStart, 2 * kRoleThreads);  // the offsets of blocks 0 and 1 are there
+  bar_sync(kBarStart, kThreads);  // the offsets of block 0 are there
   cv.stage_block(0);
-#pragma unroll
+#pragma unroll 1
   for (int u = 0; u < kUnits; u++) {
     cv.read_offsets(cv.rows_of(0) + cv.unit_rows(u));
     cv.stage_unit(u);
@@ -214,8 +221,6 @@ DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, in
   u32 block = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; block++) {
-    // Later offsets are known to be there with a free tile: see Cursor and kLookahead.
-    if (block == 1) bar_sync(kBarLookahead, 2 * kRoleThreads);
     const u32 meta = cv.meta_of(block);
     if (kExtraFp4 && (meta & kMetaExtra)) cv.convert_block<true>(block);
     else cv.convert_block<false>(block);

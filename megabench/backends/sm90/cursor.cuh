@@ -1,6 +1,6 @@
 // The index cursor: turns slot ids into record offsets, kLookahead blocks ahead of the scores. Run
-// by the score warps, which would wait for the next tile otherwise. The output warps, idle longest,
-// bring the records into L2 (prefetches take long to issue).
+// by the score warps: on the output warps it made the whole slower. These, idle longest, bring the
+// records into L2 (prefetches take long to issue).
 #pragma once
 
 #include "layout.cuh"
@@ -13,50 +13,64 @@ struct Cursor {
   int item, block, end; // next block of the current item; items past the last give masked blocks
   int rows0, rows1, first_extra;
   u32 next_lengths;     // where the next item's raw lengths are copied, one item early
-  u32 fetched, published;
+  u32 published;
+  u32 copied;           // first blocks whose slot ids are copied into the ring
   int index;            // slot id of this lane's row of the block to publish next
   u32 meta;
 
   DEVICE Cursor(const Params& params, u32 smem_base, Lane me, int first_item, int item_step, int r)
       : p(params), smem(smem_base), row(16 * me.warp + (me.lane >> 1)), half(me.lane & 1), rank(r),
-        step(item_step), item(first_item - item_step), block(0), end(0),
-        next_lengths(smem_base + kSmemNextLengths + 8 * me.warp), fetched(0), published(0),
-        index(-1), meta(0) {
+        step(item_step), item(first_item), block(0), end(0), rows0(params.topk[0]),
+        rows1(params.topk[1]), next_lengths(smem_base + kSmemNextLengths + 8 * me.warp),
+        published(0), copied(0), index(-1), meta(0) {
     copy_lengths(first_item);
   }
 
   DEVICE u32 offset_at(u32 slot) const {
     return smem + kSmemOffsets + ((slot % kSlots) * kBlock + row) * 4;
   }
-  DEVICE u32 meta_at(u32 slot) const { return smem + kSmemMeta + (slot % kSlots) * 4; }
 
   // Lanes 0 and 1 of every warp copy one length each.
   DEVICE void copy_lengths(int of_item) {
     const int* lengths = pick(p.lengths, half);
-    if (row % 16 == 0) {
-      if (of_item < p.items && lengths)
-        copy4(next_lengths + 4 * half, lengths + token_of(p, of_item));
-      else
-        store_shared(next_lengths + 4 * half, of_item < p.items ? pick(p.topk, half) : 0);
+    if (row % 16 == 0 && of_item < p.items) {
+      if (lengths) copy4(next_lengths + 4 * half, lengths + token_of(p, of_item));
+      else store_shared(next_lengths + 4 * half, pick(p.topk, half));
     }
     copy_commit();
   }
-
-  DEVICE void next_item() {
-    item += step;
+  DEVICE void read_lengths() {
     copy_wait<0>();
     __syncwarp();
     rows0 = min(max((int)load_shared(next_lengths), 0), p.topk[0]);
     rows1 = min(max((int)load_shared(next_lengths + 4), 0), p.topk[1]);
     __syncwarp();
-    copy_lengths(item + step);
+  }
+
+  // This CTA's blocks of an item with rows0 + rows1 rows.
+  DEVICE void plan() {
     first_extra = (rows0 + kBlock - 1) / kBlock;
     const int blocks = first_extra + (rows1 + kBlock - 1) / kBlock;
-    block = blocks * rank / p.split;
-    end = blocks * (rank + 1) / p.split;
+    block = 0;
+    end = blocks;
+    if (kClustered) {
+      block = quotient(blocks * rank, p.split);
+      end = quotient(blocks * (rank + 1), p.split);
+    }
     if (block == end) {  // nothing to do: one masked block keeps every role in step
       rows0 = rows1 = 0;
       first_extra = ++end;
+    }
+  }
+  DEVICE void next_item() {
+    item += step;
+    if (!kClustered && item < p.items) {
+      read_lengths();
+      copy_lengths(item + step);
+      plan();
+    } else {
+      rows0 = rows1 = block = 0;
+      first_extra = end = 1;
     }
   }
 
@@ -78,21 +92,40 @@ struct Cursor {
            (slot_id - page * pick(p.page, extra)) *
                ((kExtraFp4 && extra ? kFp4Record : kFp8Record) / 16);
   }
-
-  // The first blocks: slot ids are copied into the ring, all at once, and become offsets there.
-  DEVICE void copy_ahead() {
-    const int* from = next_index();
-    if (from) copy4(offset_at(fetched), from);
-    else if (!half) store_shared(offset_at(fetched), kNoRow);
-    if (!half) store_shared(meta_at(fetched), meta);
-    copy_commit();
-    fetched++;
-  }
-  DEVICE void publish_copied() {
-    const u32 at = offset_at(published);
-    if (!half)
-      store_shared(at, offset_of(load_shared(at), load_shared(meta_at(published)) & kMetaExtra));
+  DEVICE void publish(u32 slot_id) {
+    if (!half) {
+      store_shared(offset_at(published), offset_of(slot_id, meta & kMetaExtra));
+      if (row == 0) store_shared(smem + kSmemMeta + published % kSlots * 4, meta);
+    }
     published++;
+  }
+
+  // The first item's first slot ids are copied into the ring, all at once and beside the lengths:
+  // lists are taken to be full, which is put right where they are not.
+  DEVICE void start() {
+    int block0 = 0, end0 = 0, extra0 = 0;
+#pragma unroll 1
+    while (true) {
+      plan();
+      if (block == block0 && end == end0 && first_extra == extra0) break;
+      block0 = block, end0 = end, extra0 = first_extra;
+      copied = min(end - block, kLookahead);
+#pragma unroll 1
+      for (u32 slot = 0; slot < copied; slot++) {
+        const int* id = next_index();
+        if (id) copy4(offset_at(slot), id);
+      }
+      copy_commit();
+      read_lengths();
+    }
+    if (!kClustered) copy_lengths(item + step);
+  }
+  DEVICE void publish_first() {
+    const int* from = next_index();
+    u32 slot_id = kNoRow;
+    if (from)
+      slot_id = published < copied ? load_shared(offset_at(published)) : load_global(from);
+    publish(slot_id);
   }
 
   // Later blocks: the slot id waits in a register until the next call.
@@ -102,11 +135,7 @@ struct Cursor {
     if (from) index = load_global(from);
   }
   DEVICE void advance() {
-    if (!half) {
-      store_shared(offset_at(published), offset_of(index, meta & kMetaExtra));
-      store_shared(meta_at(published), meta);
-    }
-    published++;
+    publish(index);
     fetch();
   }
 };

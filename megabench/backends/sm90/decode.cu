@@ -1,10 +1,10 @@
 // Fused mega-attention decode for sm_90a: Q RoPE, sparse attention over quantized paged rows,
 // inverse RoPE and the per-32 FP8 cast, in one launch.
 //
-// Work item: one token x 64 heads. A CTA is persistent over items (split 1), or a cluster of
+// Work item: one token x 64 heads. Two builds: a CTA is persistent over items, or a cluster of
 // `split` CTAs shares one item's blocks and reduces over distributed shared memory (few tokens).
 // Very few tokens leave SMs over: several clusters then compute one item, and each reduces a part
-// of its heads, for the reduction is the longest step.
+// of its output, for the reduction is the longest step.
 // Four roles, one warpgroup each; tiles of 64 KV rows, K = V, double-buffered in bf16:
 //
 //   convert   records -> staging ring (cp.async) -> bf16 tile              TileFree  -> TileFull
@@ -15,6 +15,11 @@
 //
 // TileFree is per 16 rows, so that conversion follows P V through a tile. An item's row sums
 // (Inverse) come from the score warps; ItemDone frees its cos/sin and sums.
+// Start: lengths and slot ids are read together; the output warps copy Q and fetch the first rows.
+//
+// A kernel's first 64 KB of code or so are there when it starts, the rest comes from memory: few
+// tokens waited 1 to 4 us for it. So clusters have a build of their own, in which the converters,
+// whose code runs straight, come last, and the less frequent of two record types has a short loop.
 #include "convert.cuh"
 #include "output.cuh"
 
@@ -25,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int thread = threadIdx.x;
   const int role = __shfl_sync(~0u, thread / kRoleThreads, 0);
   const int warp = __shfl_sync(~0u, (thread / 32) & 3, 0);
-  const int rank = p.split > 1 ? cluster_rank() : 0;
-  const int cluster = blockIdx.x / p.split, first_item = cluster / p.replicas;
-  const int item_step = gridDim.x / p.split;
+  const int rank = kClustered ? cluster_rank() : 0;
+  const int first_item = kClustered ? cluster_id() / p.replicas : blockIdx.x;
+  const int item_step = kClustered ? p.items : gridDim.x;  // a cluster has one item
 
   if (thread == 0) {
     for (int x = 0; x < 2; x++) {
@@ -41,19 +46,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     fence_async_proxy();
   }
   __syncthreads();
+  if (meets_early(p)) cluster_arrive();
 
-  if (role == 0) {
-    shrink_registers<kConvertRegisters>();
-    convert_role(p, smem, warp, first_item, item_step);
-    if (p.split > 1) {
-      cluster_meet();
-      cluster_sync();
-    }
-  } else if (role == 1) {
-    shrink_registers<kScoreRegisters>();
-    score_role(p, mem, warp, first_item, item_step, rank);
-  } else {
-    grow_registers<kOutputRegisters>();
-    output_role(p, mem, warp, role - 2, first_item, item_step, rank);
+  switch (role) {  // in this order in memory, as compiled: scores, output, convert
+    case 1:
+      shrink_registers<kScoreRegisters>();
+      score_role(p, mem, warp, first_item, item_step, rank);
+      break;
+    case 0:
+      shrink_registers<kConvertRegisters>();
+      convert_role(p, smem, warp, first_item, item_step);
+      if (kClustered) {
+        meet(p);
+        cluster_sync();
+      }
+      break;
+    default:
+      grow_registers<kOutputRegisters>();
+      output_role(p, mem, warp, role - 2, first_item, item_step, rank);
   }
 }

@@ -19,7 +19,7 @@ CLUSTER_SIZES = (10, 8, 6, 5, 4, 3, 2)
 """CTAs that may share an item; more than 8 need a launch attribute and a GPU with room. Seven would
 not fit their partial outputs in shared memory."""
 REPLICAS = (8, 4, 2, 1)
-"""Clusters that may compute one item, each finishing a part of its eight wo_a groups."""
+"""Clusters that may compute one item, each finishing a part of its output."""
 _Pair32, _PairPtr = ctypes.c_uint32 * 2, ctypes.c_void_p * 2
 
 
@@ -65,14 +65,13 @@ class Shape(NamedTuple):
 def shape_for(items: int, blocks: int, room: Mapping[int, int]) -> Shape:
     """The fastest way to spread items of `blocks` blocks; room: clusters that run at once, by size.
 
-    The estimate, in fifths of a microsecond, is a fit to all shapes at 1 to 40 tokens on an H200:
-    10 for each block of a CTA, 1 for each CTA to hear from, 25 for moving the partial outputs of
-    64 heads.
+    The estimate, in units of 1.2 us, is a fit to all shapes at 1 to 40 tokens on an H200: 2 for
+    each block of a CTA, 5 for moving and adding up the partial outputs of 64 heads.
     """
 
     def cost(shape: Shape) -> float:
         split, replicas = shape
-        return 10 * -(-blocks // split) + split + 25 * (split - 1) / (split * replicas)
+        return 2 * -(-blocks // split) + 5 * (split - 1) / (split * replicas)
 
     fitting = [
         Shape(split, replicas)
@@ -84,12 +83,13 @@ def shape_for(items: int, blocks: int, room: Mapping[int, int]) -> Shape:
 
 
 class DecodeKernel:
-    """The loaded kernel of one device, built for one record type of the extra cache."""
+    """The loaded kernels of one device, built for one record type of the extra cache: for clusters
+    that share an item each, and for CTAs that are persistent over items."""
 
-    def __init__(self, loaded: Kernel) -> None:
-        loaded.allow_large_clusters()
-        self._loaded = loaded
-        self.clusters = {size: loaded.clusters_at_once(size, THREADS) for size in CLUSTER_SIZES}
+    def __init__(self, clustered: Kernel, persistent: Kernel) -> None:
+        clustered.allow_large_clusters()
+        self._clustered, self._persistent = clustered, persistent
+        self.clusters = {size: clustered.clusters_at_once(size, THREADS) for size in CLUSTER_SIZES}
 
     def shape_for(self, items: int, blocks: int) -> Shape:
         """How to spread items of at most `blocks` blocks over this device."""
@@ -98,18 +98,24 @@ class DecodeKernel:
     def launch(self, params: Params, shape: Shape) -> None:
         """Run on torch's current stream."""
         split, replicas = params.split, params.replicas = shape
-        most = self._loaded.multiprocessors  # persistent where CTAs share nothing
-        ctas = params.items * split * replicas if split > 1 else min(params.items, most)
-        self._loaded.launch(params, (ctas, 1), THREADS, split)
+        if split > 1:
+            self._clustered.launch(params, (params.items * split * replicas, 1), THREADS, split)
+        else:
+            ctas = min(params.items, self._persistent.multiprocessors)
+            self._persistent.launch(params, (ctas, 1), THREADS)
 
 
 @cache
 def decode_kernel(
     device_index: int, extra_fp4: bool, defines: tuple[str, ...] = ()
 ) -> DecodeKernel:
-    """The kernel of one device, compiled and loaded on first use."""
-    defines = (f"EXTRA_FP4={int(extra_fp4)}", *defines)
-    return DecodeKernel(kernel(device_index, ENTRY, KERNEL, SHARED_BYTES, defines))
+    """The kernels of one device, compiled and loaded on first use."""
+
+    def load(clustered: bool) -> Kernel:
+        build = (f"EXTRA_FP4={int(extra_fp4)}", f"CLUSTERED={int(clustered)}", *defines)
+        return kernel(device_index, ENTRY, KERNEL, SHARED_BYTES, build)
+
+    return DecodeKernel(load(True), load(False))
 
 
 @cache

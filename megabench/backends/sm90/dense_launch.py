@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 
 import torch
 
 from megabench.backends.sm90.kernel import SHARED_BYTES, kernel
-from megabench.backends.sm90.nvrtc import bindings, check
+from megabench.backends.sm90.tensor_map import TensorMap, box_map
 
 SOURCE, NAME = "dense.cu", "sm90_dense_product"
 THREADS = 384
 STAGE_COLUMNS = 128
 TILE_TOKENS = 128
 PIECE_ROWS, PIECE_COLUMNS = 256, 64
-
-
-TensorMap = ctypes.c_uint64 * 16
 
 
 class Params(ctypes.Structure):
@@ -58,32 +54,6 @@ def operand_pieces(dense: torch.Tensor) -> torch.Tensor:
     return pieces[..., row[:, None].to(dense.device), column.to(dense.device)].contiguous()
 
 
-@lru_cache(maxsize=1024)
-def activation_map(
-    address: int, shape: tuple[int, int, int], strides: tuple[int, int]
-) -> ctypes.Array[ctypes.c_uint64]:
-    """The tensor map of bytes [tokens, groups, columns] at a device address, in boxes of a tile's
-    tokens and a stage's columns: 128-byte rows in the 128-byte swizzle. Strides: bytes of a token
-    and of a group, multiples of 16."""
-    driver, _ = bindings()
-    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-    made = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
-        3,
-        address,
-        [wide(n) for n in reversed(shape)],
-        [wide(n) for n in reversed(strides)],
-        [narrow(n) for n in (STAGE_COLUMNS, 1, TILE_TOKENS)],
-        [narrow(1)] * 3,
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )
-    encoded = check(made, "describing the activations to the copy engine")
-    return TensorMap.from_buffer_copy(ctypes.string_at(encoded.getPtr(), ctypes.sizeof(TensorMap)))
-
-
 def launch(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -95,9 +65,8 @@ def launch(
     (tokens, groups, columns), row_tiles = x.shape, pieces.shape[1]
     token_tiles = -(-tokens // TILE_TOKENS)
     tiles = row_tiles * token_tiles * groups
-    group_stride = x.stride(1) if groups > 1 else columns
     params = Params(
-        activation_map(x.data_ptr(), (tokens, groups, columns), (x.stride(0), group_stride)),
+        box_map(x, (TILE_TOKENS, 1, STAGE_COLUMNS)),
         pieces.data_ptr(),
         x_scale.data_ptr(),
         out.data_ptr(),

@@ -7,6 +7,10 @@
 #define EXTRA_FP4 0  // 1: the extra cache holds 288-byte NVFP4 records
 #endif
 constexpr bool kExtraFp4 = EXTRA_FP4;
+#ifndef CLUSTERED
+#define CLUSTERED 0  // 1: launched as clusters that share one item each, 0: persistent over items
+#endif
+constexpr bool kClustered = CLUSTERED;
 constexpr int kHeads = 64;        // heads of one work item: one wgmma M (or N) of 64
 constexpr int kDim = 512;         // K and V are the same 512-wide row
 constexpr int kBlock = 64;        // KV rows of one tile
@@ -14,6 +18,7 @@ constexpr int kGroupDims = 64;    // dims of a 128-byte swizzled tile row
 constexpr int kOutChunk = 32;     // dims under one output scale
 constexpr int kOutChunks = kDim / kOutChunk;
 constexpr int kWvGroup = 8;       // heads of one wo_a group
+constexpr int kGroups = kHeads / kWvGroup;
 constexpr int kRopeDims = 64;     // the last dims of a row
 constexpr int kStep = 16;         // KV rows of one wgmma of P V; a tile is freed step by step
 constexpr int kSteps = kBlock / kStep;
@@ -21,11 +26,14 @@ constexpr int kLookahead = 5;     // blocks from an offset to its scores
 constexpr int kPrefetch = 3;      // blocks from an L2 prefetch to the probabilities (< kLookahead)
 constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
 
+// Steps of a tile that the converter's loops unroll; one where code must be short (see decode.cu).
+constexpr int kFp4StepsAtOnce = 2, kFp8StepsAtOnce = kClustered && kExtraFp4 ? 1 : 2;
+
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
 constexpr int kThreads = 512, kRoleThreads = 128;
 
 // One CTA in a cluster of `split` works on its share of an item's blocks. `replicas` clusters work
-// on one item, all on all of it, and each finishes a part of the heads.
+// on one item, all on all of it, and each finishes a part of the output.
 struct Params {
   const u16* q;              // bf16 [s_q][32 chunks][padded heads][16]
   const u8* pool[2];         // sliding-window cache, extra cache (or null)
@@ -107,32 +115,13 @@ struct Lane {
   DEVICE explicit Lane(int warp_) : warp(warp_), lane(lane_id()), row(lane >> 2), col(lane & 3) {}
 };
 
+// a / b of small numbers (a below 2^17): shorter than the exact division.
+DEVICE int quotient(int a, int b) { return (int)__fdividef(a + 0.5f, (float)b); }
+
 // A pair of parameters indexed at run time would cost a slow indexed constant load.
 template <class T> DEVICE T pick(const T (&pair)[2], int extra) {
   return extra ? pair[1] : pair[0];
 }
-
-// What a CTA of a cluster finishes, in units: a 32-dim chunk of a wo_a group (eight heads), and the
-// chunk 256 dims further on. A replica has its share of the groups; of its n units, unit u belongs
-// to rank u * split / n.
-constexpr int kUnitsPerGroup = kOutChunks / 2;
-struct Share {
-  int group0, groups;  // of the replica
-  int bits;            // log2 of its units
-  int unit0, owned;    // this rank's
-  int places;          // unit u's place in its owner's memory is u & places
-
-  DEVICE Share(const Params& p, int rank) {
-    const u32 split = p.split;
-    groups = kHeads / kWvGroup / p.replicas;
-    group0 = blockIdx.x / split % p.replicas * groups;
-    const int units = groups * kUnitsPerGroup;
-    bits = 31 - __clz(units);
-    unit0 = (units * rank + split - 1) / split;
-    owned = (units * (rank + 1) + split - 1) / split - unit0;
-    places = (1 << (32 - __clz((units - 1) / split))) - 1;
-  }
-};
 
 // The token of a work item, and its first head. head_tiles is 1 or 2.
 DEVICE int token_of(const Params& p, int item) { return item >> (p.head_tiles - 1); }

@@ -1,107 +1,154 @@
-// The two feeding roles of the product: quantized operands into the ring, activations to bf16.
+// The roles that feed the product: codes and scales into their rings, activations to bf16.
+//
+// Both operands take the columns of half a stage (64) in one order: lane c of four has 16
+// neighbouring columns, and its word s of them makes its share of wgmma's step s.
 #pragma once
 
 #include "product.cuh"
 
-DEVICE void copy16_once(u32 dst, const void* src, u64 policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src),
-               "l"(policy)
-               : "memory");
+constexpr int kLanes = 32;
+
+// Fills a ring: as many stages as it holds before the CTA meets, then one as each comes free.
+// `ask(word, slot)` starts a stage's copies.
+template <int Stages, class Ask> DEVICE void fill(const Part& t, u32 free_bar, Ask ask) {
+  const int ahead = min(t.first + Stages, t.last);
+#pragma unroll 1
+  for (int word = t.first; word < ahead; word++) ask(word, word - t.first);
+  meet();
+  Ring<Stages> ring;
+#pragma unroll 1
+  for (int word = ahead; word < t.last; word++, ring.advance()) {
+    mbar_wait(free_bar + 8 * ring.slot, ring.parity);
+    ask(word, ring.slot);
+  }
 }
 
-// Weight rows, then tokens, eight threads a row. Tokens past the last become zeros, unread.
-DEVICE void load_role(const Params& p, u32 smem, int thread, const Share& share) {
-  const int line = thread / 8, chunk = thread % 8;
-  const u32 place = line * kColumns + ((chunk ^ (line & 7)) << 4);
-  StageRing ring;
+// One warp for activations. Tokens past the last become zeros, unread.
+DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
+  const Operands& o = p.o;
+  const int lane = lane_id(), live = o.tokens - t.token - lane;
+  const u32* scale = o.x_scale + t.group * o.x_scale_group + (t.token + lane) * o.x_scale_token;
+  if (lane == 0) {
+    for (int i = 0; i < kXStages; i++) {
+      mbar_init(smem + kBarX + 8 * i, kFullArrivals);
+      mbar_init(smem + kBarXFree + 8 * i, 4 * kConvertGroups);
+    }
+    fence_barriers();
+  }
+  __syncwarp();
+  fill<kXStages>(t, smem + kBarXFree, [&](int word, int slot) {
+    const u32 full = smem + kBarX + 8 * slot, at = smem + kSmemX + slot * kXBytes;
+    if (lane == 0) {
+      mbar_arrive_expect(full, kTokens * kColumns);
+      tensor_copy(at, &p.x_map, word * kColumns, t.group, t.token, full);
+    }
+#pragma unroll
+    for (int i = 0; i < kTokens; i += kLanes)
+      if (i + lane < kTokens)
+        copy4(at + kXScales + (i + lane) * 4, scale + word * o.x_scale_word + i * o.x_scale_token,
+              i < live ? 4 : 0);
+    arrive_after_copies(full);
+  });
+}
+
+// One warp for the weight, which is read once.
+DEVICE void load_weight(const Params& p, u32 smem, const Part& t) {
+  const Operands& o = p.o;
+  const int lane = lane_id();
+  const u32* scale = o.w_scale + t.group * o.w_scale_group + (t.row + lane) * o.w_scale_row;
   const u64 policy = once_policy();
-#pragma unroll 1
-  for (int tile = share.first_tile; tile < p.tiles; tile += share.tile_step) {
-    const Tile t(p, tile);
-    const u8* w = p.w + t.group * p.w_group + (t.row + line) * p.w_row + chunk * 16;
-    const u8* x = p.x + t.group * p.x_group + (t.token + line) * p.x_token + chunk * 16;
-    const u32* w_scale = p.w_scale + t.group * p.w_scale_group + (t.row + thread) * p.w_scale_row;
-    const u32* x_scale =
-        p.x_scale + t.group * p.x_scale_group + (t.token + thread) * p.x_scale_token;
-    const int live = p.tokens - t.token;
-#pragma unroll 1
-    for (int word = share.first_word; word < share.last_word; word++, ring.advance()) {
-      mbar_wait(smem + kBarFree + 8 * ring.slot, ring.parity ^ 1);
-      const u32 raw = smem + ring.slot * kRawBytes + place;
-      const u32 scales = smem + kSmemScales + ring.slot * kScaleBytes + thread * 4;
-      const i64 column = (i64)word * kColumns;
-#pragma unroll
-      for (int i = 0; i < kRows / 16; i++)
-        copy16_once(raw + i * 16 * kColumns, w + column + i * 16 * p.w_row, policy);
-#pragma unroll
-      for (int i = 0; i < kTokens / 16; i++)
-        copy16(raw + (kRows + i * 16) * kColumns, x + column + i * 16 * p.x_token,
-               line + i * 16 < live ? 16 : 0);
-      if (thread < kRows) copy4(scales, w_scale + word * p.w_scale_word);
-      if (thread < kTokens)
-        copy4(scales + kRows * 4, x_scale + word * p.x_scale_word, thread < live ? 4 : 0);
-      arrive_after_copies(smem + kBarFull + 8 * ring.slot);
+  if (lane == 0) {
+    for (int i = 0; i < kWStages; i++) {
+      mbar_init(smem + kBarW + 8 * i, kFullArrivals);
+      mbar_init(smem + kBarWFree + 8 * i, 4 * kRowGroups);
     }
+    fence_barriers();
   }
+  __syncwarp();
+  fill<kWStages>(t, smem + kBarWFree, [&](int word, int slot) {
+    const u32 full = smem + kBarW + 8 * slot, at = smem + kSmemW + slot * kWBytes;
+    if (lane == 0) {
+      mbar_arrive_expect(full, kRows * kColumns);
+      tensor_copy_once(at, &p.w_map, word * kColumns, t.row, t.group, full, policy);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows; i += kLanes)
+      copy4(at + kWScales + (i + lane) * 4, scale + word * o.w_scale_word + i * o.w_scale_row);
+    arrive_after_copies(full);
+  });
 }
 
-// Activations -> bf16 operands, in the order of columns of mxfp8.cuh. A thread takes 16 columns of
-// tokens kLines apart. Lanes 8r..8r+7 are the halves of two tokens' words, arranged so that neither
-// loads nor stores meet in a bank.
+// Activations -> bf16 operands. A warp has one half of each stage, of every kStep-th eight tokens.
 struct Converter {
-  static constexpr int kLines = 16 * kConvertGroups, kPieces = kTokens / kLines;
-  static constexpr int kBatch = kPieces < 4 ? kPieces : 4;
-  int chunk, token;
-  u32 from, to;
+  static constexpr int kStep = 2 * kConvertGroups, kUnits = kTokens / 8 / kStep;
+  u32 from, scale_from, to;
 
-  DEVICE explicit Converter(int thread) {
-    chunk = thread % 8;
-    token = (thread / 8) ^ (chunk >> 2);
-    from = token * kColumns + ((chunk ^ (token & 7)) << 4);
-    to = (chunk >> 2) * kTokens * 128 + token * 128 + (((2 * (chunk & 3)) ^ (token & 7)) << 4);
+  DEVICE Converter(u32 smem, int warp) {
+    const int lane = lane_id(), c = lane & 3, half = warp & 1, eight = (warp >> 1) * 8;
+    const int row = spread(lane >> 2), to_row = spread(lane & 7);
+    from = smem + kSmemX + (eight + row) * kColumns + ((4 * half + c ^ row) << 4);
+    scale_from = smem + kSmemX + kXScales + (eight + row) * 4 + 2 * half + (c >> 1);
+    // where this lane's row of stmatrix begins: a quarter of the lanes each has one matrix
+    to = smem + half * kTokens * 128 + (eight + to_row) * 128 + ((lane >> 3 ^ to_row) << 4);
   }
 
-  DEVICE void widen_stage(u32 raw, u32 scales, u32 operand) const {
+  using Codes = u32[kUnits][4];
+  using Scales = u32[kUnits];
+  DEVICE void load(int slot, Codes& codes, Scales& scales) const {
 #pragma unroll
-    for (int batch = 0; batch < kPieces; batch += kBatch) {
-      u32 codes[kBatch][4], scale[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; i++) {
-        load_shared4(raw + from + (batch + i) * kLines * kColumns, codes[i]);
-        scale[i] = load_shared_byte(scales + (token + (batch + i) * kLines) * 4 + (chunk >> 1));
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; i++) {
-        u32 even[4], odd[4];
-        widen16(codes[i], scale[i], even, odd);
-        const u32 at = operand + to + (batch + i) * kLines * 128;
-        store_shared4(at, even);
-        store_shared4(at ^ 16, odd);
-      }
+    for (int i = 0; i < kUnits; i++) {
+      load_shared4(from + slot * kXBytes + i * kStep * 8 * kColumns, codes[i]);
+      scales[i] = load_shared_byte(scale_from + slot * kXBytes + i * kStep * 32);
     }
+  }
+  template <bool Large>
+  DEVICE void store(const Codes& codes, const Scales& scales, u32 at) const {
+#pragma unroll
+    for (int i = 0; i < kUnits; i++) {
+      u32 even[4], odd[4];
+      const u32 factor = first_factor(scales[i]);
+#pragma unroll
+      for (int s = 0; s < 4; s++) {
+        widen(codes[i][s], factor, even[s], odd[s]);
+        if (Large) {
+          even[s] = mul_bf16x2(even[s], rest_factor(scales[i]));
+          odd[s] = mul_bf16x2(odd[s], rest_factor(scales[i]));
+        }
+      }
+      const u32 row = at + i * kStep * 8 * 128;
+      store_matrix4(row, even[0], odd[0], even[1], odd[1]);
+      store_matrix4(row ^ 64, even[2], odd[2], even[3], odd[3]);
+    }
+  }
+  DEVICE void store(const Codes& codes, const Scales& scales, int buffer) const {
+    u32 any = 0;
+#pragma unroll
+    for (int i = 0; i < kUnits; i++) any |= scales[i];
+    const u32 at = to + buffer * kOperandBytes;
+    if (__any_sync(~0u, has_large(any))) store<true>(codes, scales, at);
+    else store<false>(codes, scales, at);
   }
 };
 
-DEVICE void convert_role(const Params& p, u32 smem, int thread, const Share& share) {
-  const Converter converter(thread);
-  StageRing ring;
+DEVICE void convert_role(const Params& p, u32 smem, int warp, const Part& t) {
+  const Converter converter(smem, warp);
+  const int lane = lane_id();
+  XRing ring;
   OperandRing operands;
+  Converter::Codes codes;
+  Converter::Scales scales;
+  meet();
 #pragma unroll 1
-  for (int tile = share.first_tile; tile < p.tiles; tile += share.tile_step) {
-#pragma unroll 1
-    for (int word = share.first_word; word < share.last_word;
-         word++, ring.advance(), operands.advance()) {
-      mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
-      mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
-      converter.widen_stage(smem + ring.slot * kRawBytes + kRows * kColumns,
-                            smem + kSmemScales + ring.slot * kScaleBytes + kRows * 4,
-                            smem + kSmemOperand + operands.slot * kOperandBytes);
-      fence_async_proxy();
-      __syncwarp();
-      if (thread % 32 == 0) {
-        mbar_arrive(smem + kBarOperandFull + 8 * operands.slot);
-        mbar_arrive(smem + kBarFree + 8 * ring.slot);
-      }
+  for (int word = t.first; word < t.last; word++, ring.advance(), operands.advance()) {
+    mbar_wait(smem + kBarX + 8 * ring.slot, ring.parity);
+    converter.load(ring.slot, codes, scales);
+    mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
+    converter.store(codes, scales, (int)operands.slot);
+    fence_async_proxy();
+    __syncwarp();
+    if (lane == 0) {
+      mbar_arrive(smem + kBarOperand + 8 * operands.slot);
+      mbar_arrive(smem + kBarXFree + 8 * ring.slot);
     }
   }
 }

@@ -8,15 +8,16 @@ from typing import NamedTuple
 import torch
 
 from megabench.backends.sm90.kernel import SHARED_BYTES, Kernel, kernel
+from megabench.backends.sm90.tensor_map import TensorMap, box_map
 
 STAGE_COLUMNS = 128
 ROWS = 128
-"""Weight rows are a multiple of this."""
-WIDEST = 128
-"""Most tokens of a tile."""
+"""Weight rows of a tile, and a multiple that a weight must have."""
+WIDTHS = (16, 32, 64, 128)
+"""Tokens of a tile."""
 SPLITS = (8, 4, 2)
-NARROW_TOKENS = 16
-"""Fewest tokens of a tile; it then has 64 rows, so that there are enough without a cluster."""
+USUAL_SPLIT = 2
+"""Of a layer's eight groups and few tokens."""
 
 
 class Operands(ctypes.Structure):
@@ -46,33 +47,37 @@ class Operands(ctypes.Structure):
 
 
 class Params(ctypes.Structure):
-    """`Params` of product.cuh, whose first fields are those of `Operands`."""
+    """`Params` of product.cuh, field for field."""
 
     _fields_ = (
+        ("x_map", TensorMap),
+        ("w_map", TensorMap),
         ("o", Operands),
-        ("row_tiles", ctypes.c_int32),
         ("token_tiles", ctypes.c_int32),
-        ("tiles", ctypes.c_int32),
-        ("split", ctypes.c_int32),
+        ("share", ctypes.c_int32),
+        ("unused", ctypes.c_int32 * 10),
     )
 
 
-class Tile(NamedTuple):
-    """What the kernel is compiled for: tokens (16 to 128) and weight rows (64 or 128) of a tile."""
+class Build(NamedTuple):
+    """What the kernel is compiled for: a tile's tokens, and the CTAs that share its columns."""
 
-    tokens: int
-    rows: int
+    width: int
+    split: int
 
     @property
     def threads(self) -> int:
         """A CTA's threads: kThreads of product.cuh."""
-        return 640 if self.tokens == WIDEST else 768
+        return 512 if self.width < WIDTHS[-1] else 640
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return f"TOKENS={self.width}", f"SPLIT={self.split}"
 
 
-def tile_for(tokens: int) -> Tile:
-    """The tile for `tokens` tokens."""
-    width = min(WIDEST, max(NARROW_TOKENS, 1 << (tokens - 1).bit_length()))
-    return Tile(width, ROWS // 2 if width == NARROW_TOKENS else ROWS)
+def width_for(tokens: int) -> int:
+    """The tile for `tokens` tokens: all of them, if any has as many."""
+    return next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
 
 
 def split_for(tiles: int, words: int, at_once: dict[int, int]) -> int:
@@ -113,10 +118,16 @@ def operands(
     )
 
 
-def product_kernel(device_index: int, tile: Tile) -> Kernel:
-    """The kernel of a tile."""
-    defines = (f"TOKENS={tile.tokens}", f"ROWS={tile.rows}")
-    return kernel(device_index, "product.cu", "sm90_product", SHARED_BYTES, defines)
+def product_kernel(device_index: int, build: Build) -> Kernel:
+    """The kernel of a build."""
+    return kernel(device_index, "product.cu", "sm90_product", SHARED_BYTES, build.defines)
+
+
+def build_for(device_index: int, width: int, tiles: int, words: int) -> Build:
+    """The build that serves `tiles` tiles. Room for clusters is the same with any split."""
+    usual = Build(width, USUAL_SPLIT)
+    count = product_kernel(device_index, usual).clusters_at_once
+    return Build(width, split_for(tiles, words, {n: count(n, usual.threads) for n in SPLITS}))
 
 
 def launch(
@@ -125,17 +136,21 @@ def launch(
     w: torch.Tensor,
     w_scale: torch.Tensor,
     out: torch.Tensor,
-    tile: Tile | None = None,
+    width: int | None = None,
 ) -> None:
-    """Run on torch's current stream, for one token or more; `tile` other than the chosen one for
+    """Run on torch's current stream, for one token or more; `width` other than the chosen one for
     measurements."""
-    (tokens, groups, _), rows, index = x.shape, w.shape[1], out.device.index or 0
+    (tokens, groups, _), index = x.shape, out.device.index or 0
+    width = width or width_for(tokens)
     o = operands(x, x_scale, w, w_scale, out)
-    tile = tile or tile_for(tokens)
-    row_tiles, token_tiles = rows // tile.rows, -(-tokens // tile.tokens)
-    tiles = row_tiles * token_tiles * groups
-    made = product_kernel(index, tile)
-    at_once = {n: made.clusters_at_once(n, tile.threads) for n in SPLITS}
-    split = split_for(tiles, o.words, at_once)
-    params = Params(o, row_tiles, token_tiles, tiles, split)
-    made.launch(params, (tiles * split, 1), tile.threads, split)
+    row_tiles, token_tiles = w.shape[1] // ROWS, -(-tokens // width)
+    build = build_for(index, width, row_tiles * token_tiles * groups, o.words)
+    params = Params(
+        box_map(x, (width, 1, STAGE_COLUMNS)),
+        box_map(w, (1, ROWS, STAGE_COLUMNS)),
+        o,
+        token_tiles,
+        -(-o.words // build.split),
+    )
+    grid = (row_tiles * build.split, token_tiles * groups)
+    product_kernel(index, build).launch(params, grid, build.threads, build.split)

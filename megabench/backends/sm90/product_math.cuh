@@ -1,158 +1,195 @@
 // The math role of the product: weights to bf16 fragments, wgmma, the sums of a cluster, the store.
 #pragma once
 
-#include "fragments.cuh"
-#include "product.cuh"
+#include "product_feed.cuh"
 
-enum NamedBarrier { kBarMath = 1 };
-
-DEVICE u32 transpose8x8(u32 pairs) {
-  u32 r;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pairs));
-  return r;
+// `bytes` of this CTA's shared memory to a place and a barrier of the cluster's.
+DEVICE void bulk_send(u32 dst, u32 src, u32 bytes, u32 bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+      ::"r"(dst), "r"(src), "r"(bytes), "r"(bar)
+      : "memory");
 }
-DEVICE void load_remote4(u32 a, float (&v)[4]) {
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
-               : "r"(a)
-               : "memory");
+DEVICE void store_global2(void* p, u32 x, u32 y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
 }
 
 struct Math {
   const Params& p;
+  u8* mem;
   u32 smem;
-  int lane, row, col;      // row = lane / 4, col = lane % 4: the place in a fragment
-  int first_row;           // the warp's first row in the tile
-  int turn;                // which stages are its own
+  const Part& part;
+  int lane, col;           // col = lane % 4
+  int row;                 // the first of the lane's two rows: a fragment's rows r and r + 8 are
+                           // neighbours of the weight
   float acc[kTokens / 2];
-  StageRing ring;
+  WRing ring;
   OperandRing operands;
-  u32 multiplied = 0;      // operand slot of the stage before
+  u32 multiplied = 0;      // the operand before
 
-  DEVICE Math(const Params& params, u32 smem_, int group, int warp)
-      : p(params), smem(smem_), lane(lane_id()), row(lane >> 2), col(lane & 3),
-        first_row(group % kRowGroups * 64 + warp * 16), turn(group / kRowGroups) {
-    ring.advance(turn);
-    operands.advance(turn);
+  DEVICE Math(const Params& params, u8* mem_, const Part& part_, int group, int warp)
+      : p(params), mem(mem_), smem(smem_address(mem_)), part(part_), lane(lane_id()),
+        col(lane & 3) {
+    const int r = lane >> 2;  // the quarters of a warp read rows that lie four apart (spread)
+    row = group * 64 + warp * 16 + 2 * ((r & 4) | (r & 1) << 1 | (r & 2) >> 1);
   }
 
-  // acc (+)= one stage. Each block is converted while the one before is multiplied.
-  DEVICE void stage(bool first) {
-    const u32 raw =
-        smem + ring.slot * kRawBytes + (first_row + row) * kColumns + (row << 4) + col * 4;
-    const u32 at = smem + kSmemScales + ring.slot * kScaleBytes + (first_row + row) * 4;
-    mbar_wait(smem + kBarFull + 8 * ring.slot, ring.parity);
-    const u32 scales[2] = {load_shared(at), load_shared(at + 32)};
-    Codes codes;
-    Fragments a[2];
-    load_codes(0, raw, codes);
-    const bool large = __any_sync(~0u, has_large(scales[0] | scales[1]));
-    const u64 b = tile_descriptor<128>(smem + kSmemOperand + operands.slot * kOperandBytes, 16);
+  using Fragments = u32[4][4];  // of half a stage: four steps of wgmma
+  struct Raw {
+    u32 codes[2][4], scales[2];
+  };
+
+  DEVICE void load_codes(int half, Raw& raw) const {
+    const u32 at = smem + kSmemW + ring.slot * kWBytes + row * kColumns;
 #pragma unroll
-    for (int q = 0; q < kBlocks; q++) {
-      widen_block(q, codes, scales, large, a[q & 1]);
-      if (q < kBlocks - 1) {
-        load_codes(q + 1, raw, codes);
-      } else {
-        __syncwarp();
-        if (lane == 0) mbar_arrive(smem + kBarFree + 8 * ring.slot);
-      }
-      if (q == 0) mbar_wait(smem + kBarOperandFull + 8 * operands.slot, operands.parity);
-      wgmma_fence();
+    for (int r = 0; r < 2; r++)
+      load_shared4(at + r * kColumns + ((4 * half + col ^ (row & 7) + r) << 4), raw.codes[r]);
+  }
+  DEVICE void load_stage(Raw& raw) const {
+    mbar_wait(smem + kBarW + 8 * ring.slot, ring.parity);
+    load_codes(0, raw);
+    load_shared2(smem + kSmemW + ring.slot * kWBytes + kWScales + row * 4, raw.scales[0],
+                 raw.scales[1]);
+  }
+
+  DEVICE void widen_half(int half, const Raw& raw, bool large, Fragments& a) const {
 #pragma unroll
-      for (int step = 0; step < 2; step++)
-        wgmma_from_registers<kTokens>(
-            acc, a[q & 1][step],
-            b + descriptor_step((q >> 1) * kTokens * 128 + (q & 1) * 64 + step * 32),
-            !(first && q == 0 && step == 0));
-      wgmma_commit();
-      wgmma_wait<1>();
-      if (q == 0 && !first) free_operand();  // the stage before has been multiplied
+    for (int r = 0; r < 2; r++) {
+      const u32 factor = first_factor(scale_of(raw, r, half));
+#pragma unroll
+      for (int s = 0; s < 4; s++) widen(raw.codes[r][s], factor, a[s][r], a[s][r + 2]);
     }
-    multiplied = operands.slot;
-    ring.advance(kTurns);
-    operands.advance(kTurns);
+    if (large)
+#pragma unroll
+      for (int r = 0; r < 2; r++) {
+        const u32 rest = rest_factor(scale_of(raw, r, half));
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+          a[s][r] = mul_bf16x2(a[s][r], rest);
+          a[s][r + 2] = mul_bf16x2(a[s][r + 2], rest);
+        }
+      }
+  }
+  DEVICE u32 scale_of(const Raw& raw, int r, int half) const {
+    return raw.scales[r] >> (half * 16 + (col & 2) * 4) & 0xff;
   }
 
   DEVICE void free_operand() const {
     if (lane == 0) mbar_arrive(smem + kBarOperandFree + 8 * multiplied);
   }
 
-  DEVICE void multiply(const Share& share) {
-    const int first = share.first_word + turn;
-    if (first >= share.last_word) {
+  // The barriers that no ring of codes has.
+  DEVICE void init_barriers() const {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kBuffers; i++) {
+        mbar_init(smem + kBarOperand + 8 * i, 4 * kConvertGroups);
+        mbar_init(smem + kBarOperandFree + 8 * i, 4 * kRowGroups);
+      }
+      mbar_init(smem + kBarOthers, 1);
+      if (kSplit > 1) mbar_arrive_expect(smem + kBarOthers, (kSplit - 1) * kSumBytes);
+      fence_barriers();
+    }
+    __syncwarp();
+  }
+
+  // acc (+)= half a stage, started; the half before has then been multiplied.
+  DEVICE void multiply_half(int half, const Fragments& a, bool first) {
+    const u64 b =
+        tile_descriptor<128>(smem + operands.slot * kOperandBytes + half * kTokens * 128, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; s++)
+      wgmma_from_registers<kTokens>(acc, a[s], b + descriptor_step(s * 32),
+                                    !(first && half == 0 && s == 0));
+    wgmma_commit();
+    wgmma_wait<1>();
+  }
+
+  // Half a stage is widened while the half before is multiplied.
+  DEVICE void multiply() {
+    if (part.first >= part.last) {
 #pragma unroll
       for (int i = 0; i < kTokens / 2; i++) acc[i] = 0;
       return;
     }
+    Raw raw;
+    Fragments a[2];
+    load_stage(raw);
 #pragma unroll 1
-    for (int word = first; word < share.last_word; word += kTurns) stage(word == first);
+    for (int word = part.first; word < part.last; word++, operands.advance()) {
+      const bool first = word == part.first;
+      const bool large = __any_sync(~0u, has_large(raw.scales[0] | raw.scales[1]));
+      widen_half(0, raw, large, a[0]);
+      load_codes(1, raw);
+      mbar_wait(smem + kBarOperand + 8 * operands.slot, operands.parity);
+      multiply_half(0, a[0], first);
+      if (!first) free_operand();  // the stage before has been multiplied
+      multiplied = operands.slot;
+      widen_half(1, raw, large, a[1]);
+      __syncwarp();
+      if (lane == 0) mbar_arrive(smem + kBarWFree + 8 * ring.slot);
+      ring.advance();
+      if (word + 1 < part.last) load_stage(raw);
+      multiply_half(1, a[1], first);
+    }
     wgmma_wait<0>();
     pin(acc);
-    free_operand();
   }
 
-  // bf16, transposed to [token][row] eight by eight.
-  DEVICE void store(const Tile& t) const {
-    const int live = p.tokens - t.token;
-    u16* out = p.out + t.group * p.out_group + (t.token + row) * p.out_token + t.row +
-               first_row + 2 * col;
-#pragma unroll
-    for (int j = 0; j < kTokens / 8; j++) {
-      const u32 low = transpose8x8(pack_bf16(acc[4 * j], acc[4 * j + 1]));
-      const u32 high = transpose8x8(pack_bf16(acc[4 * j + 2], acc[4 * j + 3]));
-      if (8 * j + row < live) {
-        *(u32*)out = low;
-        *(u32*)(out + 8) = high;
-      }
-      out += 8 * p.out_token;
-    }
-  }
-
-  // This thread's partial sums in shared memory; the pitch keeps fragments apart.
-  template <class Visit> DEVICE void visit_partial(u8* partial, Visit visit) {
+  // The sums as floats [token][row] in shared memory.
+  DEVICE void write_sums() const {
+    u8* at = mem + 2 * col * kPitch + row * 4;
 #pragma unroll
     for (int j = 0; j < kTokens / 8; j++)
 #pragma unroll
-      for (int i = 0; i < 4; i++)
-        visit(acc[4 * j + i],
-              *(float*)(partial + (8 * j + 2 * col + (i & 1)) * kPartialPitch +
-                        (first_row + row + (i >> 1) * 8) * 4));
+      for (int i = 0; i < 2; i++)
+        *(float2*)(at + (8 * j + i) * kPitch) = make_float2(acc[4 * j + i], acc[4 * j + 2 + i]);
   }
-  // The sums of all turns, in the first turn's registers.
-  DEVICE void add_turns(u8* mem) {
-    bar_sync(kBarMath, kMathGroups * kGroup);  // no warp reads operands any more
-    if (kTurns == 1) return;
-    if (turn > 0)
-      visit_partial(mem + (turn - 1) * kPartialBytes,
-                    [](float mine, float& there) { there = mine; });
-    bar_sync(kBarMath, kMathGroups * kGroup);
-    if (turn == 0)
-      for (int other = 0; other < kTurns - 1; other++)
-        visit_partial(mem + other * kPartialBytes, [](float& mine, float there) { mine += there; });
+
+  // Each rank gets what the others have of its tokens.
+  DEVICE void exchange() const {
+    if (threadIdx.x == 0)
+#pragma unroll 1
+      for (u32 to = 0; to < kSplit; to++)
+        if (to != part.rank)
+          bulk_send(map_to_rank(smem + kSmemOthers + others(part.rank, to) * kSumBytes, to),
+                    smem + to * kSumBytes, kSumBytes, map_to_rank(smem + kBarOthers, to));
+    mbar_wait(smem + kBarOthers, 0);
   }
-  DEVICE void store_partial(u8* mem) {
-    if (turn == 0) visit_partial(mem, [](float mine, float& there) { there = mine; });
+  // The place of `rank`'s sums among those that `at` gets.
+  static DEVICE u32 others(u32 rank, u32 at) { return rank - (rank > at); }
+
+  DEVICE void store_tokens() const {
+    constexpr int kFours = kRows / 4, kStep = kMathThreads / kFours;
+    const Operands& o = p.o;
+    const int four = threadIdx.x % kFours * 4, base = part.rank * kOwnTokens;
+    const int live = min(kOwnTokens, o.tokens - part.token - base);
+    u16* out = o.out + part.group * o.out_group + (part.token + base) * o.out_token + part.row + four;
+#pragma unroll 2
+    for (int t = threadIdx.x / kFours; t < live; t += kStep) {
+      float4 sum = {};
+#pragma unroll
+      for (u32 rank = 0; rank < kSplit; rank++) {  // in their order
+        const u32 from = rank == part.rank ? base * kPitch
+                                           : kSmemOthers + others(rank, part.rank) * kSumBytes;
+        const float4 v = *(const float4*)(mem + from + t * kPitch + four * 4);
+        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+      }
+      store_global2(out + t * o.out_token, pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+    }
+  }
+
+  DEVICE void finish() {
+    meet_math();  // no warp of the cluster reads operands any more
+    write_sums();
+    if (kSplit > 1) fence_async_proxy();
+    bar_sync(kBarMath, kMathThreads);
+    if (kSplit > 1) exchange();
+    store_tokens();
+    if (kSplit > 1) cluster_meet();  // nobody leaves while its sums are sent
+  }
+  static DEVICE void meet_math() {
+    if constexpr (kSplit > 1) cluster_meet();
+    else bar_sync(kBarMath, kMathThreads);
   }
 };
-
-// Adds the cluster's partial sums in the order of ranks. Each CTA takes a share of the rows.
-DEVICE void add_partials(const Params& p, u32 smem, const Tile& t, const Share& share) {
-  const int live = min(p.tokens - t.token, kTokens);
-  const int rows = kRows / p.split, octets = rows / 8;  // split is a power of two up to 8
-  for (int i = threadIdx.x; i < live * octets; i += kMathGroups * kGroup) {
-    const int token = i / octets, r = share.rank * rows + i % octets * 8;
-    float sum[8] = {};
-    for (int rank = 0; rank < p.split; rank++) {
-      const u32 from = map_to_rank(smem + token * kPartialPitch + r * 4, rank);
-      float lo[4], hi[4];
-      load_remote4(from, lo);
-      load_remote4(from + 16, hi);
-#pragma unroll
-      for (int e = 0; e < 4; e++) sum[e] += lo[e], sum[e + 4] += hi[e];
-    }
-    *(uint4*)(p.out + t.group * p.out_group + (t.token + token) * p.out_token + t.row + r) =
-        make_uint4(pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]),
-                   pack_bf16(sum[6], sum[7]));
-  }
-}

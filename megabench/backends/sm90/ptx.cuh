@@ -94,6 +94,14 @@ DEVICE void tensor_copy(u32 dst, const TensorMap* map, int x, int y, int z, u32 
       "[%0], [%1, {%2, %3, %4}], [%5];" ::"r"(dst), "l"(map), "r"(x), "r"(y), "r"(z), "r"(bar)
       : "memory");
 }
+DEVICE void tensor_copy_once(u32 dst, const TensorMap* map, int x, int y, int z, u32 bar,
+                             u64 policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(dst), "l"(map), "r"(x), "r"(y),
+      "r"(z), "r"(bar), "l"(policy)
+      : "memory");
+}
 DEVICE void bulk_prefetch_l2(const void* p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }

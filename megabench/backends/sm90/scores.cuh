@@ -1,15 +1,15 @@
-// The score warpgroup: Q load and RoPE, S^T = K Q^T, softmax, P^T.
+// The score warpgroup: S^T = K Q^T, softmax, P^T. It also prepares Q and runs the index cursor.
 //
 // KV rows lie along M, so a row mask is local to a lane and P^T needs no transpose. The softmax
 // reference of a head is raised only when a score passes it by 2^kRaiseAbove, which one barrier a
 // block decides: the common path has no maximum across lanes, and the output is rarely rescaled.
 #pragma once
 
+#include "cluster.cuh"
 #include "cursor.cuh"
+#include "query.cuh"
 
 constexpr float kRaiseAbove = 40.f;      // log2; probabilities stay far inside bf16 and fp32
-constexpr float kNoReference = -1e30f;
-constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.4426950408889634f;
 
 struct Scores {
   const Params& p;
@@ -26,71 +26,6 @@ struct Scores {
 
   DEVICE float* floats(u32 at) { return (float*)(mem + at); }
   DEVICE void sync() { bar_sync(kBarScores, kRoleThreads); }
-
-  // One thread starts the copy of an item's Q and cos/sin row.
-  DEVICE void copy_q(int item, int position, u32 parity) {
-    const int padded = p.head_tiles * kHeads;
-    const u16* q = p.q + token_of(p, item) * p.q_stride + first_head(p, item) * 16;
-    const u32 bar = smem + kBarQ;
-    mbar_arrive_expect(bar, kTileBytes + kRopeDims * 4);
-    bulk_copy(smem + kSmemCosSin + parity * kRopeDims * 4, p.cos_sin + (i64)position * kRopeDims,
-              kRopeDims * 4, bar);
-    if (padded == kHeads) {
-      bulk_copy(smem + kSmemQ, q, kTileBytes, bar);
-    } else {
-#pragma unroll 1
-      for (int chunk = 0; chunk < kDim / 16; chunk++)
-        bulk_copy(smem + kSmemQ + chunk * kQChunk, q + chunk * padded * 16, kQChunk, bar);
-    }
-  }
-
-  // RoPE of adjacent pairs, fp32, rounded to bf16.
-  DEVICE static u32 rotate(u32 pair, float cos, float sin) {
-    const float a = __uint_as_float(pair << 16), b = __uint_as_float(pair & 0xffff0000u);
-    return pack_bf16(__fsub_rn(__fmul_rn(a, cos), __fmul_rn(b, sin)),
-                     __fadd_rn(__fmul_rn(a, sin), __fmul_rn(b, cos)));
-  }
-
-  // In place, 16 dims of a head a lane: RoPE on the last four chunks, the tile's column order, the
-  // swizzle. Lanes of swizzled heads read the halves in the other order, against bank conflicts.
-  DEVICE void finish_q(u32 turn) {
-    mbar_wait(smem + kBarQ, turn & 1);
-    const bool swapped = lane & 4;
-    const float* cs = floats(kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp;
-#pragma unroll 1
-    for (int i = 0; i < 8; i++) {
-      const u32 at = smem + kSmemQ + (4 * i + warp) * kQChunk + lane * 32 + (swapped ? 16 : 0);
-      u32 a[2][4], b[2][4], v[2][8];
-#pragma unroll
-      for (int k = 0; k < 2; k++) {  // 32 heads each
-        load_shared4(at + k * 1024, a[k]);
-        load_shared4((at ^ 16) + k * 1024, b[k]);
-      }
-#pragma unroll
-      for (int n = 0; n < 8; n++) {
-        v[n / 4][n % 4] = swapped ? b[n / 4][n % 4] : a[n / 4][n % 4];
-        v[n / 4][n % 4 + 4] = swapped ? a[n / 4][n % 4] : b[n / 4][n % 4];
-      }
-      if (i == 7) {
-#pragma unroll
-        for (int n = 0; n < 16; n++)
-          v[n / 8][n % 8] = rotate(v[n / 8][n % 8], cs[n % 8], cs[n % 8 + kRopeDims / 2]);
-      }
-#pragma unroll
-      for (int k = 0; k < 2; k++) {
-        u32 even[4], odd[4];
-#pragma unroll
-        for (int n = 0; n < 4; n++) {
-          even[n] = __byte_perm(v[k][2 * n], v[k][2 * n + 1], 0x5410);
-          odd[n] = __byte_perm(v[k][2 * n], v[k][2 * n + 1], 0x7632);
-        }
-        store_shared4(at + k * 1024, even);
-        store_shared4((at ^ 16) + k * 1024, odd);
-      }
-    }
-    fence_async_proxy();
-    sync();
-  }
 
   DEVICE void multiply(u32 tile) {
     const u64 k = tile_descriptor<128>(smem + kSmemKV + tile * kTileBytes, 16);
@@ -237,48 +172,41 @@ struct Scores {
   }
 };
 
-// What one head's output is divided by: its sum plus the sink's share.
-DEVICE float inverse_sum(float reference, float sum, float sink) {
-  return sum > 0.f ? __fdividef(1.f, sum + exp2_approx(sink * kLog2e - reference)) : 0.f;
-}
-DEVICE float natural_lse(float reference, float sum) {
-  return sum > 0.f ? (reference + log2_approx(sum)) * kLn2 : kInfinity;
-}
-
 DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int item_step,
                        int rank) {
   const Lane me(warp);
   Scores s(p, mem, me);
+  Query q(p, mem, me);
   const u32 smem = s.smem;
   const bool leader = me.warp == 0 && me.lane == 0;
-  Cursor cursor(p, smem, me, first_item, item_step, rank);
-#pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) cursor.copy_ahead();
   const int thread = 32 * me.warp + me.lane;
+  Cursor cursor(p, smem, me, first_item, item_step, rank);
   if (leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, first_item));
   if (thread < p.head_tiles * kHeads) {
     if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
     else s.floats(kSmemSink)[thread] = -kInfinity;
   }
   copy_commit();
-  copy_wait<0>();
-  cursor.publish_copied();
-  cursor.publish_copied();
-  bar_arrive(kBarStart, 2 * kRoleThreads);  // enough for the first tile
+  cursor.start();
 #pragma unroll 1
-  for (int b = 2; b < kLookahead; b++) cursor.publish_copied();
+  for (int b = 0; b < kLookahead; b++) {
+    cursor.publish_first();
+    if (b > 0) continue;
+    bar_arrive(kBarStart, kThreads);  // enough to begin the first tile
+    if (leader) q.copy_cos_sin(load_shared(smem + kSmemNextPosition), 0);
+  }
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
   bar_arrive(kBarPrefetch, 3 * kRoleThreads);
-  if (leader) s.copy_q(first_item, load_shared(smem + kSmemNextPosition), 0);
   cursor.fetch();
 
   u32 block = 0, turn = 0;
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
     const int next = item + item_step;
-    if (leader && next < p.items) copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
+    const bool more = !kClustered && next < p.items;
+    if (more && leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
     copy_commit();
-    s.finish_q(turn);
+    q.finish(turn);
     copy_wait<0>();
     s.have_reference = false;
 #pragma unroll
@@ -292,9 +220,10 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
       last = meta & kMetaLast;
       s.multiply(block & 1);
       s.reference(block, fp4);
-      if (last && leader && next < p.items) {  // every warp is past its last product: Q may go,
+      if (more && last && leader) {  // every warp is past its last product: Q may go,
         if (turn > 0) mbar_wait(smem + kBarItemDone, (turn - 1) & 1);  // and the old cos/sin
-        s.copy_q(next, load_shared(smem + kSmemNextPosition), (turn + 1) & 1);
+        q.copy(next);
+        q.copy_cos_sin(load_shared(smem + kSmemNextPosition), (turn + 1) & 1);
       }
       s.probabilities(block, fp4);
       cursor.advance();
@@ -302,7 +231,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     } while (!last);
     const float2 t = s.totals();
     const int head = 32 * me.warp + me.lane;
-    if (p.split == 1) {
+    if (!kClustered) {
       if (me.warp < 2) {
         const int token = token_of(p, item), at = first_head(p, item) + head;
         s.floats(kSmemInverse)[(turn & 1) * kHeads + head] =
@@ -312,11 +241,14 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
         if (me.lane == 0) mbar_arrive(smem + kBarInverse);
       }
     } else {
-      cluster_meet();  // every CTA's tiles and staging ring are free
-      if (me.warp < 2)
-        for (int peer = 0; peer < p.split; peer++)
-          store_remote2(map_to_rank(smem + kSmemRaw + (rank * kHeads + head) * 8, peer), t.x, t.y);
+      meet(p);
+      if (me.warp < 2) {
+        const u32 at = smem + stats_at(p) + (rank * kHeads + head) * 8;
+#pragma unroll 1
+        for (int peer = 0; peer < p.split; peer++) store_remote2(map_to_rank(at, peer), t.x, t.y);
+      }
       cluster_sync();
+      break;  // a cluster has one item
     }
   }
 }
