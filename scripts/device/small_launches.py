@@ -33,7 +33,8 @@ from megabench.backends.triton import attention, products
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, KVRecord
 
-DECODE_SHAPES = (Shape(10, 1), Shape(2, 4), Shape(3, 1))
+DECODE_SHAPES = ((Shape(10, 1), 512), (Shape(4, 8), 128), (Shape(2, 4), 320), (Shape(3, 1), 320))
+"""With the width of the extra list: one block a CTA, one and enough CTAs to meet early, several."""
 EINSUM_ROWS = 256
 
 
@@ -49,8 +50,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 
 def decode_clusters(record: KVRecord) -> None:
     """One token over clusters and replicas: one block a CTA, and several."""
-    for shape in DECODE_SHAPES:
-        topk = 512 if shape.split > 3 else 320
+    for shape, topk in DECODE_SHAPES:
         call = sm90_decode.make_call(1, 1, record=record, topk=topk, blocks=16)
         with patch.object(DecodeKernel, "shape_for", return_value=shape):
             launch, _ = sm90_decode.launcher(call, ())
