@@ -164,24 +164,28 @@ def einsum(backend: Sm90Backend, tokens: int, w: Any, groups: int = 2) -> None:
     )
 
 
-def test_few_tokens_stream_the_weight_and_many_read_its_pieces(
-    launches: Launches, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("groups", "few"), [(8, 256), (4, 512), (2, 1024), (1, 2048)])
+def test_tokens_whose_tiles_run_at_once_stream_the_weight_and_more_read_its_pieces(
+    launches: Launches, groups: int, few: int
 ) -> None:
-    backend, w = Sm90Backend(), weight()
-    backend._pieces.prepare(*w)
-    few, many = products.DENSE_TOKENS - 1, products.DENSE_TOKENS
-    for tokens in (0, 1, 8, 9, few, many):
-        einsum(backend, tokens, w)
+    w = torch.empty(groups, 1024, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    pieces = torch.empty(groups, 4, 64, 256, 64, dtype=torch.bfloat16, device="meta")
+    for tokens in (0, 1, 8, 9, few, few + 1):
+        x = torch.empty(tokens, groups, 4096, dtype=torch.float8_e4m3fn, device="meta")
+        out = torch.empty(tokens, groups, 1024, dtype=torch.bfloat16, device="meta")
+        scale = torch.empty(0, device="meta")
+        products.einsum((x, scale), (w, scale), out, pieces)
     assert [name for name, _ in launches.made] == ["skinny"] * 2 + ["stream"] * 2 + ["dense"]
 
 
 def test_without_pieces_many_tokens_stream_the_weight(launches: Launches) -> None:
     backend, w = Sm90Backend(), weight()
-    einsum(backend, 600, w)
+    einsum(backend, 6000, w)
     backend._pieces.prepare(*w)
+    einsum(backend, 6000, w)
     w[0].view(torch.uint8).zero_()  # written to since
-    einsum(backend, 600, w)
-    assert [name for name, _ in launches.made] == ["stream", "stream"]
+    einsum(backend, 6000, w)
+    assert [name for name, _ in launches.made] == ["stream", "dense", "stream"]
 
 
 def test_rows_that_fill_no_tile_go_to_the_inherited_op(launches: Launches) -> None:

@@ -80,6 +80,11 @@ def width_for(tokens: int) -> int:
     return next((width for width in WIDTHS if tokens <= width), WIDTHS[-1])
 
 
+def tiles_of(tokens: int, groups: int, rows: int, width: int | None = None) -> int:
+    """Tiles of an output [tokens, groups, rows]."""
+    return -(-tokens // (width or width_for(tokens))) * groups * (rows // ROWS)
+
+
 def split_for(tiles: int, words: int, at_once: dict[int, int]) -> int:
     """CTAs that share a tile's columns: the most with room for every tile, given the clusters of
     each size that run at once, and a stage for each."""
@@ -144,7 +149,7 @@ def launch(
     width = width or width_for(tokens)
     o = operands(x, x_scale, w, w_scale, out)
     row_tiles, token_tiles = w.shape[1] // ROWS, -(-tokens // width)
-    build = build_for(index, width, row_tiles * token_tiles * groups, o.words)
+    build = build_for(index, width, tiles_of(tokens, groups, w.shape[1], width), o.words)
     params = Params(
         box_map(x, (width, 1, STAGE_COLUMNS)),
         box_map(w, (1, ROWS, STAGE_COLUMNS)),

@@ -1,8 +1,8 @@
 """The matrix products of the `sm90` backend: which kernel serves a call, and its operands.
 
-A handful of tokens and few tokens stream the e4m3 weight (skinny.cu, product.cu). From DENSE_TOKENS
-on arithmetic binds, and a bf16 form of the weight that `prepare` made saves its conversion
-(dense.cu). A linear is served for a handful of tokens, where it beats Triton's.
+A handful of tokens and few tokens stream the e4m3 weight (skinny.cu, product.cu). Where that makes
+more tiles than run at once arithmetic binds, and a bf16 form of the weight that `prepare` made
+saves its conversion (dense.cu). A linear is served for a handful of tokens: Triton's is slower.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from megabench.backends.eager_matmul import DenseWeights
 from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
 from megabench.backends.sm90.quantize_launch import quantize
 
-DENSE_TOKENS = 257
-"""From here the bf16 form is faster (docs/kernels.md)."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 SXM. A tile takes product.cu 37 us and dense.cu, whose tiles are twice as
+large, 41 (docs/kernels.md): the first is faster while each of its tiles has a multiprocessor."""
 
 
 class PieceWeights(DenseWeights):
@@ -59,7 +60,8 @@ def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> 
     `pieces` is w's bf16 form, if that was kept."""
     if out.numel() == 0:
         return
-    if pieces is not None and out.shape[0] >= DENSE_TOKENS:
+    tokens, groups, rows = out.shape
+    if pieces is not None and product_launch.tiles_of(tokens, groups, rows) > MULTIPROCESSORS:
         dense_launch.launch(*x, pieces, out)
     elif skinny_launch.serves(x[0], w[0], out):
         skinny_launch.launch(*x, *w, out)
