@@ -7,16 +7,8 @@
 using Codes = u32[2][2];      // of a block: [16 columns][row, row + 8]
 using Fragments = u32[2][4];  // [16 columns][wgmma's four registers]
 
-// Block q of a stage; `raw` is the lane's row of it, 128-byte rows of 16-byte chunks ^ row.
-DEVICE void load_codes(int q, u32 raw, Codes& codes) {
-#pragma unroll
-  for (int step = 0; step < 2; step++)
-#pragma unroll
-    for (int half = 0; half < 2; half++)
-      codes[step][half] = load_shared((raw ^ ((2 * q + step) << 4)) + half * 8 * kColumns);
-}
-
-// The same by ldmatrix: a lane has the address of one of the 16 rows, and of one half of a block.
+// Block q of a stage in 128-byte rows of 16-byte chunks ^ row, by ldmatrix: `raw` is a lane's, which
+// has the address of one of the 16 rows, and of one half of a block.
 DEVICE u32 matrix_row(int first, int lane) {
   return (first + (lane & 15)) * kColumns + ((lane & 7) << 4);
 }

@@ -25,19 +25,6 @@ DEVICE u32 rest_factor(u32 scale) { return (max(scale, kLargest) - kLargest + 12
 DEVICE bool has_large(u32 scales) { return scales & 0x80808080u; }  // or one of 128..kLargest
 DEVICE u32 byte_of(u32 word, int i) { return __byte_perm(word, 0, 0x4440 + i); }
 
-// 16 codes under one scale -> even and odd pairs of four steps. Whole warps only.
-DEVICE void widen16(const u32 (&codes)[4], u32 scale, u32 (&even)[4], u32 (&odd)[4]) {
-  const u32 factor = first_factor(scale);
-#pragma unroll
-  for (int s = 0; s < 4; s++) widen(codes[s], factor, even[s], odd[s]);
-  if (__any_sync(~0u, has_large(scale))) {
-    const u32 rest = rest_factor(scale);
-#pragma unroll
-    for (int s = 0; s < 4; s++)
-      even[s] = mul_bf16x2(even[s], rest), odd[s] = mul_bf16x2(odd[s], rest);
-  }
-}
-
 // The MXFP8 operands of a grouped product, out[t, g, d] = sum over r of x[t, g, r] w[g, d, r].
 struct Operands {
   const u8* x;             // e4m3 [tokens][groups][columns]
