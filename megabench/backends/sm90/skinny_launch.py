@@ -20,7 +20,7 @@ OFFSETS = 1 << 32
 
 
 class Params(ctypes.Structure):
-    """`Params` of skinny.cu, field for field."""
+    """`Params` of skinny.cuh, field for field."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
