@@ -20,6 +20,7 @@ from megabench.backends.sm90 import (
 )
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.nvrtc import SOURCE_DIR, sources
+from megabench.backends.sm90.operands import operands
 from megabench.backends.triton.backend import TritonBackend
 from megabench.quant import alloc_mega_attn_output, pack_mn_major
 
@@ -178,6 +179,18 @@ def test_tokens_whose_tiles_run_at_once_stream_the_weight_and_more_read_its_piec
     assert [name for name, _ in launches.made] == ["skinny"] * 2 + ["stream"] * 2 + ["dense"]
 
 
+def test_a_handful_of_tokens_stream_the_weight_however_many_groups_have_pieces(
+    launches: Launches,
+) -> None:
+    w = torch.empty(32, 1024, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    pieces = torch.empty(32, 4, 64, 256, 64, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(8, 32, 4096, dtype=torch.float8_e4m3fn, device="meta")
+    out = torch.empty(8, 32, 1024, dtype=torch.bfloat16, device="meta")
+    scale = torch.empty(0, device="meta")
+    products.einsum((x, scale), (w, scale), out, pieces)
+    assert [name for name, _ in launches.made] == ["skinny"]
+
+
 def test_without_pieces_many_tokens_stream_the_weight(launches: Launches) -> None:
     backend, w = Sm90Backend(), weight()
     einsum(backend, 6000, w)
@@ -202,6 +215,18 @@ def test_unaligned_activations_go_to_the_inherited_op(launches: Launches) -> Non
         x = storage[offset : offset + 3 * 2 * 4096].view(3, 2, 4096)
         Sm90Backend().fp8_einsum(EINSUM[0], (x, scale), w, out, EINSUM[1])
     assert [name for name, _ in launches.made] == ["inherited", "skinny"]
+
+
+def test_activations_or_weights_that_are_expanded_go_to_the_inherited_op(
+    launches: Launches,
+) -> None:
+    (w, w_scale), out = weight(), torch.empty(9, 2, 256, dtype=torch.bfloat16)
+    x = torch.zeros(9, 2, 4096, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scale = torch.zeros(9, 2, 32, dtype=torch.int32)
+    for codes, rows in ((x[:1], w), (x[:, :1], w), (x, w[:1]), (x, w)):
+        pair, one = (codes.expand_as(x), scale), (rows.expand_as(w), w_scale)
+        Sm90Backend().fp8_einsum(EINSUM[0], pair, one, out, EINSUM[1])
+    assert [name for name, _ in launches.made] == ["inherited"] * 3 + ["stream"]
 
 
 def test_a_product_of_no_rows_launches_nothing(launches: Launches) -> None:
@@ -250,10 +275,12 @@ def test_a_handful_of_tokens_out_of_reach_of_the_skinny_kernel_stream_the_weight
 ) -> None:
     w = weight()
     far = torch.empty_strided((3, 2, 256), (2**31, 256, 1), dtype=torch.bfloat16, device="meta")
+    words = torch.empty_strided((3, 2, 32), (2**31, 32, 1), dtype=torch.int32, device="meta")
     pair = alloc_mega_attn_output(3, 8, torch.device("cpu"))
-    x = (pair.data[:, :2], pair.scale[:, :2])
-    products.einsum(x, w, far, None)
-    assert [name for name, _ in launches.made] == ["stream"]
+    x, out = (pair.data[:, :2], pair.scale[:, :2]), torch.empty(3, 2, 256, device="meta")
+    for scale, into in ((x[1], far), (words, out), (x[1], out)):
+        products.einsum((x[0], scale), w, into, None)
+    assert [name for name, _ in launches.made] == ["stream", "stream", "skinny"]
 
 
 @pytest.mark.parametrize(
@@ -284,13 +311,19 @@ def test_skinny_tiles_whose_sums_do_not_fit_take_more_ctas() -> None:
 def test_operands_carry_the_strides_of_a_step_and_its_live_groups() -> None:
     pair, w = alloc_mega_attn_output(6, 8, torch.device("cpu")), weight()
     out = torch.empty(3, 2, 512, dtype=torch.bfloat16)[:, :, 256:]
-    o = product_launch.operands(pair.data[3:, :2], pair.scale[3:, :2], *w, out)
+    listed = operands(pair.data[3:, :2], pair.scale[3:, :2], *w, out)
+    o = product_launch.Operands(*listed)
     assert (o.x_token, o.x_group) == (8 * 4096, 4096)
     assert (o.x_scale_token, o.x_scale_word, o.x_scale_group) == (1, 8, 256)
     assert (o.w_row, o.w_group) == (4096, 256 * 4096)
     assert (o.w_scale_row, o.w_scale_word, o.w_scale_group) == (1, 256, 32 * 256)
     assert (o.out_token, o.out_group, o.tokens, o.words) == (1024, 512, 3, 32)
     assert o.x == pair.data.data_ptr() + 3 * 8 * 4096
+
+
+def test_both_kernels_that_read_the_weight_take_operands_first_and_alike() -> None:
+    names = [name for name, _ in product_launch.Operands._fields_]
+    assert [name for name, _ in skinny_launch.Params._fields_][: len(names)] == names
 
 
 def test_decode_is_compiled_from_sources_without_the_products() -> None:

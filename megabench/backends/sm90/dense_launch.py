@@ -7,11 +7,11 @@ import ctypes
 import torch
 
 from megabench.backends.sm90.kernel import SHARED_BYTES, kernel
+from megabench.backends.sm90.operands import STAGE_COLUMNS
 from megabench.backends.sm90.tensor_map import TensorMap, box_map
 
 SOURCE, NAME = "dense.cu", "sm90_dense_product"
 THREADS = 384
-STAGE_COLUMNS = 128
 TILE_TOKENS = 128
 PIECE_ROWS, PIECE_COLUMNS = 256, 64
 

@@ -51,7 +51,7 @@ DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
   });
 }
 
-// One warp for the weight, which is read once.
+// One warp for the weight, which every tile of tokens reads.
 DEVICE void load_weight(const Params& p, u32 smem, const Part& t) {
   const Operands& o = p.o;
   const int lane = lane_id();

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from megabench.backends.sm90.kernel import SHARED_BYTES, Kernel, kernel
+from megabench.backends.sm90.operands import STAGE_COLUMNS, operands
 from megabench.backends.sm90.tensor_map import TensorMap, box_map
 
-STAGE_COLUMNS = 128
 ROWS = 128
 """Weight rows of a tile, and a multiple that a weight must have."""
 WIDTHS = (16, 32, 64, 128)
@@ -91,38 +91,6 @@ def split_for(tiles: int, words: int, at_once: dict[int, int]) -> int:
     return next((n for n in SPLITS if n <= words and tiles <= at_once[n]), 1)
 
 
-def operands(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    w: torch.Tensor,
-    w_scale: torch.Tensor,
-    out: torch.Tensor,
-) -> Operands:
-    """Pointers and strides of out bf16 [b, h, d] = x e4m3 [b, h, r] times w e4m3 [h, d, r], with
-    int32 scale words [b, h, r/128] and [h, d, r/128]."""
-    return Operands(
-        x.data_ptr(),
-        w.data_ptr(),
-        x_scale.data_ptr(),
-        w_scale.data_ptr(),
-        out.data_ptr(),
-        x.stride(0),
-        x.stride(1),
-        w.stride(1),
-        w.stride(0),
-        x_scale.stride(0),
-        x_scale.stride(1),
-        x_scale.stride(2),
-        w_scale.stride(1),
-        w_scale.stride(0),
-        w_scale.stride(2),
-        out.stride(0),
-        out.stride(1),
-        x.shape[0],
-        x.shape[2] // STAGE_COLUMNS,
-    )
-
-
 def product_kernel(device_index: int, build: Build) -> Kernel:
     """The kernel of a build."""
     return kernel(device_index, "product.cu", "sm90_product", SHARED_BYTES, build.defines)
@@ -147,7 +115,7 @@ def launch(
     measurements."""
     (tokens, groups, _), index = x.shape, out.device.index or 0
     width = width or width_for(tokens)
-    o = operands(x, x_scale, w, w_scale, out)
+    o = Operands(*operands(x, x_scale, w, w_scale, out))
     row_tiles, token_tiles = w.shape[1] // ROWS, -(-tokens // width)
     build = build_for(index, width, tiles_of(tokens, groups, w.shape[1], width), o.words)
     params = Params(

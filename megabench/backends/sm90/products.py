@@ -12,6 +12,7 @@ import torch
 from megabench.backends.base import Pair
 from megabench.backends.eager_matmul import DenseWeights
 from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
+from megabench.backends.sm90.operands import STAGE_COLUMNS
 from megabench.backends.sm90.quantize_launch import quantize
 
 MULTIPROCESSORS = 132
@@ -33,21 +34,24 @@ def can_prepare(weight: torch.Tensor, scale: torch.Tensor) -> bool:
     return (
         scale.dtype == torch.int32
         and rows % dense_launch.PIECE_ROWS == 0
-        and columns % dense_launch.STAGE_COLUMNS == 0
+        and columns % STAGE_COLUMNS == 0
     )
 
 
 def _aligned(x: torch.Tensor) -> bool:
-    """Whether rows of [a, b, c], if any, are dense and start at multiples of 16 bytes."""
+    """Whether rows of [a, b, c], if any, are dense, lie apart (an expanded tensor's do not, which a
+    tensor map cannot say) and start at multiples of 16 bytes."""
     if x.numel() == 0:
         return True
-    steps = [x.stride(i) * x.element_size() for i in (0, 1) if x.shape[i] > 1]
-    return x.stride(2) == 1 and all(step % 16 == 0 for step in (x.data_ptr(), *steps))
+    steps = [x.stride(i) for i in (0, 1) if x.shape[i] > 1]
+    places = (x.data_ptr(), *(step * x.element_size() for step in steps))
+    apart = all(step >= x.shape[2] for step in steps)
+    return x.stride(2) == 1 and apart and all(place % 16 == 0 for place in places)
 
 
 def _whole_tiles(w: torch.Tensor) -> bool:
     rows, columns = w.shape[-2:]
-    return rows % product_launch.ROWS == 0 and columns % product_launch.STAGE_COLUMNS == 0 < columns
+    return rows % product_launch.ROWS == 0 and columns % STAGE_COLUMNS == 0 < columns
 
 
 def serves(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> bool:
@@ -60,11 +64,10 @@ def einsum(x: Pair, w: Pair, out: torch.Tensor, pieces: torch.Tensor | None) -> 
     `pieces` is w's bf16 form, if that was kept."""
     if out.numel() == 0:
         return
-    tokens, groups, rows = out.shape
-    if pieces is not None and product_launch.tiles_of(tokens, groups, rows) > MULTIPROCESSORS:
-        dense_launch.launch(*x, pieces, out)
-    elif skinny_launch.serves(x[0], w[0], out):
+    if skinny_launch.serves(x[0], w[0], x[1], w[1], out):
         skinny_launch.launch(*x, *w, out)
+    elif pieces is not None and product_launch.tiles_of(*out.shape) > MULTIPROCESSORS:
+        dense_launch.launch(*x, pieces, out)
     else:
         product_launch.launch(*x, *w, out)
 

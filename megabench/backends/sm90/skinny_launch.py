@@ -7,12 +7,13 @@ import ctypes
 import torch
 
 from megabench.backends.sm90.kernel import Kernel, kernel
+from megabench.backends.sm90.operands import STAGE_COLUMNS, operands
 
 SOURCE, NAME = "skinny.cu", "sm90_skinny_product"
 TOKENS = (2, 4, 8)
 """Most tokens of each build."""
 ROWS, THREADS, WARPS = 16, 512, 16
-STAGE_COLUMNS, PIECE_WORDS = 128, 2
+PIECE_WORDS = 2
 SUMS_BYTES = 65_536
 """Shared memory of a CTA: the sums of its tiles' pieces."""
 OFFSETS = 1 << 32
@@ -102,25 +103,7 @@ def launch(
     most = min(row_tiles, SUMS_BYTES // (pieces * sums_bytes(room)))
     each = tiles_each(row_tiles, groups, most, made.multiprocessors)
     params = Params(
-        x.data_ptr(),
-        w.data_ptr(),
-        x_scale.data_ptr(),
-        w_scale.data_ptr(),
-        out.data_ptr(),
-        x.stride(0),
-        x.stride(1),
-        w.stride(1),
-        w.stride(0),
-        x_scale.stride(0),
-        x_scale.stride(1),
-        x_scale.stride(2),
-        w_scale.stride(1),
-        w_scale.stride(0),
-        w_scale.stride(2),
-        out.stride(0),
-        out.stride(1),
-        tokens,
-        columns // STAGE_COLUMNS,
+        *operands(x, x_scale, w, w_scale, out),
         row_tiles,
         each,
         pieces,
