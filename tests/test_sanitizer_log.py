@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 
+from megabench.backends.sm90 import product_launch, products
 from megabench.backends.sm90.nvrtc import sources
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts" / "device"
@@ -159,4 +160,7 @@ def test_every_launch_belongs_to_one_group(monkeypatch: pytest.MonkeyPatch) -> N
     groups = (sanitize.SM90 | sanitize.TRITON).values()
     named = [launch for group in groups for launch in group]
     assert sorted(named) == sorted(small_launches.LAUNCHES)
+    with small_launches.multiprocessors(2):  # on which 257 tokens read pieces, and fewer do not
+        tiles = [product_launch.tiles_of(n, 1, small_launches.EINSUM_ROWS) for n in (65, 257)]
+        assert [n > products.MULTIPROCESSORS for n in tiles] == [False, True]
     monkeypatch.delitem(sys.modules, "small_launches")

@@ -26,6 +26,7 @@ from every_lane import every_lane_sources
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE
 from megabench.backends.sm90 import nvrtc, product_launch
+from megabench.backends.sm90 import products as sm90_products
 from megabench.backends.sm90.backend import Sm90Backend
 from megabench.backends.sm90.decode_launch import DecodeKernel, Shape, decode_kernel
 from megabench.backends.sm90.kernel import kernel
@@ -44,7 +45,8 @@ def multiprocessors(count: int) -> Iterator[None]:
     few = SimpleNamespace(multi_processor_count=count)
     decode_kernel.cache_clear()
     kernel.cache_clear()
-    with patch.object(torch.cuda, "get_device_properties", return_value=few):
+    properties = patch.object(torch.cuda, "get_device_properties", return_value=few)
+    with properties, patch.object(sm90_products, "MULTIPROCESSORS", count):
         yield
 
 
