@@ -130,7 +130,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def _differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
     """Whether two observations differ, as a tensor [] that nobody has waited for."""
-    if [t.shape for t in first] != [t.shape for t in second]:
+    if [(t.shape, t.dtype) for t in first] != [(t.shape, t.dtype) for t in second]:
         return torch.tensor(True, device=second[0].device if second else None)
     found = [(one != other).any() for one, other in zip(first, second, strict=True)]
     return torch.stack(found).any() if found else torch.tensor(False)

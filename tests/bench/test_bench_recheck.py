@@ -144,6 +144,10 @@ def test_nan_outputs_are_compared_by_their_bits() -> None:
     assert not same([nan.view(torch.uint8)], [(-nan).view(torch.uint8)])
 
 
+def test_equal_numbers_of_another_size_are_other_bits() -> None:
+    assert not same([torch.ones(3, dtype=torch.int16)], [torch.ones(3, dtype=torch.int32)])
+
+
 def test_a_cache_written_in_place_is_put_back() -> None:
     cache = torch.arange(4 * 2 * 8, dtype=torch.uint8).view(4, 2, 8)
     before = cache.clone()
