@@ -83,14 +83,16 @@ def _observed(
 
 @contextmanager
 def _poisoned(copy: Copy, returned: list[torch.Tensor]) -> Iterator[None]:
-    """Begin with poison over the outputs; a cache is put back at the end."""
+    """Begin with poison over the outputs; a cache is put back at the end, whatever happens."""
     for target in copy.targets:
         target.poison()
     for tensor in _outputs(copy, returned):
         poison_(tensor)
-    yield
-    for target in copy.targets:
-        target.restore()
+    try:
+        yield
+    finally:
+        for target in copy.targets:
+            target.restore()
 
 
 def _bits(copy: Copy, returned: list[torch.Tensor]) -> list[torch.Tensor]:

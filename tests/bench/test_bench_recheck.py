@@ -168,3 +168,16 @@ def test_flipping_the_sign_twice_is_the_identity(dtype: torch.dtype) -> None:
     assert torch.equal(flipped.view(torch.uint8), negated.view(torch.uint8))
     flip_sign_(flipped)
     assert torch.equal(flipped.view(torch.uint8), x.view(torch.uint8))
+
+
+def test_a_run_that_fails_leaves_the_cache_as_it_was() -> None:
+    cache = torch.arange(12, dtype=torch.uint8).view(4, 3)
+    before = cache.clone()
+
+    def fails() -> list[torch.Tensor]:
+        assert not torch.equal(cache, before)
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        observe(Copy(fails, [Target(cache, torch.tensor([1, 2]))]))
+    assert torch.equal(cache, before)
