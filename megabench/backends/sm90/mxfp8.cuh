@@ -9,7 +9,6 @@
 #include "ptx.cuh"
 
 constexpr int kColumns = 128;             // reduction columns of a stage: one word of four scales
-constexpr int kBlocks = 4;                // of 32 columns, each under one scale
 
 // A code moved into bf16's fields is worth code * 2^-120, which `factor` makes good.
 DEVICE void widen(u32 codes, u32 factor, u32& even, u32& odd) {
