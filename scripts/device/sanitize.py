@@ -1,7 +1,7 @@
 """compute-sanitizer over small launches of every kernel: one line for each distinct finding.
 
     PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [CHECK ...] [--only SUBSTRING]
-        [--processes 3] [--seconds 300] [--keep FOLDER] [--level warn] [--report hazard|analysis]
+        [--processes 3] [--seconds 300] [--keep FOLDER]
 
 racecheck runs a process for each group of launches, of the kernels as they are (analysed by the
 tool: hundreds of thousands of hazards take minutes to print) and, as racecheck-lanes, with every
@@ -84,14 +84,14 @@ def jobs(checks: list[str]) -> Iterator[Job]:
                 yield Job(check, backend, backend, every)
 
 
-def command_of(job: Job, log: Path, chosen: argparse.Namespace) -> list[str]:
+def command_of(job: Job, log: Path) -> list[str]:
     command = ["compute-sanitizer", "--tool", job.tool, "--log-file", str(log)]
     command += ["--print-limit", "0", "--show-backtrace", "no", *OPTIONS[job.tool]]
     if job.tool != "initcheck":  # which has to see what others write
         command += ["--kernel-name", FILTERS[job.backend]]
     if job.tool == "racecheck":
-        report = chosen.report or ("hazard" if job.check == "racecheck-lanes" else "analysis")
-        command += ["--racecheck-detect-level", chosen.level, "--print-level", chosen.level]
+        report = "hazard" if job.check == "racecheck-lanes" else "analysis"
+        command += ["--racecheck-detect-level", "warn", "--print-level", "warn"]
         command += ["--racecheck-report", report]
     command += [sys.executable, str(HERE / "small_launches.py"), *job.launches]
     return command + ["--every-lane"] * (job.check == "racecheck-lanes")
@@ -110,7 +110,7 @@ def run(job: Job, chosen: argparse.Namespace, until: float) -> None:
         return
     with (folder / "output.txt").open("w") as output:
         ran = subprocess.run(
-            ["timeout", f"{until - start:.0f}", *command_of(job, log, chosen)],
+            ["timeout", f"{until - start:.0f}", *command_of(job, log)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -150,8 +150,6 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=300, help="limit of everything")
     parser.add_argument("--keep", type=Path, default=Path("build/sanitize"))
-    parser.add_argument("--level", default="warn", choices=("info", "warn", "error"))
-    parser.add_argument("--report", choices=("hazard", "analysis"))
     chosen = parser.parse_args()
     wanted = [job for job in jobs(chosen.checks) if chosen.only in f"{job.check} {job.name}"]
     until = time.monotonic() + chosen.seconds

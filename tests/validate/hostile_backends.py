@@ -191,8 +191,17 @@ class OneLseForAll(TorchBackend):
         return [*others, self.kept.flatten()[: lse.numel()].view_as(lse).copy_(lse)]
 
 
-class PaddingReadsToo(TorchBackend):
-    """Counts the top-k rows of tokens that pad the batch."""
+class GlobalTopk(TorchBackend):
+    """The op that makes lists of slots, with what a subclass takes its inputs for."""
+
+    def rows(self, topk_indices: Tensor) -> Tensor:
+        return topk_indices
+
+    def pages(self, block_table: Tensor) -> Tensor:
+        return block_table
+
+    def valid(self, is_valid_token: Tensor) -> Tensor:
+        return is_valid_token
 
     def compute_global_topk_indices_and_lens(
         self,
@@ -202,10 +211,20 @@ class PaddingReadsToo(TorchBackend):
         block_size: int,
         is_valid_token: Tensor,
     ) -> Pair:
-        everyone = torch.ones_like(is_valid_token)
         return super().compute_global_topk_indices_and_lens(
-            topk_indices, token_to_req_indices, block_table, block_size, everyone
+            self.rows(topk_indices),
+            token_to_req_indices,
+            self.pages(block_table),
+            block_size,
+            self.valid(is_valid_token),
         )
+
+
+class PaddingReadsToo(GlobalTopk):
+    """Counts the top-k rows of tokens that pad the batch."""
+
+    def valid(self, is_valid_token: Tensor) -> Tensor:
+        return torch.ones_like(is_valid_token)
 
 
 class EmptyTimesInfinity(TorchBackend):
@@ -231,21 +250,11 @@ class FirstByPointer(TorchBackend):
         return self.read.setdefault((tensor.data_ptr(), tensor.numel()), tensor.clone())
 
 
-class PagesAsTheyWere(FirstByPointer):
+class PagesAsTheyWere(FirstByPointer, GlobalTopk):
     """Keeps the block table."""
 
-    def compute_global_topk_indices_and_lens(
-        self,
-        topk_indices: Tensor,
-        token_to_req_indices: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        is_valid_token: Tensor,
-    ) -> Pair:
-        pages = self.first(block_table)
-        return super().compute_global_topk_indices_and_lens(
-            topk_indices, token_to_req_indices, pages, block_size, is_valid_token
-        )
+    def pages(self, block_table: Tensor) -> Tensor:
+        return self.first(block_table)
 
 
 class WindowsAsTheyWere(FirstByPointer):
@@ -262,21 +271,11 @@ class SixteenBitPositions(TorchBackend):
         return super().prefill(replace(args, token_positions=args.token_positions & 0xFFFF))
 
 
-class SixteenBitRows(TorchBackend):
+class SixteenBitRows(GlobalTopk):
     """Packs the rows of a top-k list into half words."""
 
-    def compute_global_topk_indices_and_lens(
-        self,
-        topk_indices: Tensor,
-        token_to_req_indices: Tensor,
-        block_table: Tensor,
-        block_size: int,
-        is_valid_token: Tensor,
-    ) -> Pair:
-        rows = torch.where(topk_indices < 0, topk_indices, topk_indices & 0xFFFF)
-        return super().compute_global_topk_indices_and_lens(
-            rows, token_to_req_indices, block_table, block_size, is_valid_token
-        )
+    def rows(self, topk_indices: Tensor) -> Tensor:
+        return torch.where(topk_indices < 0, topk_indices, topk_indices & 0xFFFF)
 
 
 CASES: dict[type[TorchBackend], tuple[str, ...]] = {
