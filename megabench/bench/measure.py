@@ -164,7 +164,8 @@ def _row(
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
     placed = place(work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    wrong = _wrong(ready, watch, len(values), expected, flip=summary.median <= FLIP_LIMIT_US)
+    stale = recheck(ready.copies, timer, expected, flip=summary.median <= FLIP_LIMIT_US)
+    wrong = stale or turn_problem(timer.counts) or _too_few(watch, len(values))
     checked = None
     if bench.spans is not None and isinstance(timer, EventTimer):
         checked = bench.spans.check(timer, summary.median)
@@ -178,7 +179,7 @@ def _row(
             "q3_us": summary.q3,
             "min_us": summary.minimum,
             "ci_us": summary.ci,
-            "rechecked": wrong is None,
+            "rechecked": stale is None,
             "flops_per_s": work.flops / summary.median * 1e6,
             "bytes_per_s": work.bytes_compulsory / summary.median * 1e6,
             "bound": placed.bound,
@@ -217,17 +218,12 @@ def _as_taken(
     }
 
 
-def _wrong(
-    ready: _Prepared, watch: _Watch, kept: int, expected: Expected, *, flip: bool
-) -> str | None:
-    """Why the samples stand for nothing: the turn of copies, their outputs, too few of them."""
-    wrong = turn_problem(ready.timer.counts) or recheck(
-        ready.copies, ready.timer, expected, flip=flip
-    )
-    if wrong is None and kept < CLEAN_SHARE * (kept + watch.discarded):
-        state = summarise_readings("none", watch.readings).invalid
-        wrong = f"{watch.discarded} samples fell under {state}; too few are left"
-    return wrong
+def _too_few(watch: _Watch, kept: int) -> str | None:
+    """What took most of the samples away; None when enough are left."""
+    if kept >= CLEAN_SHARE * (kept + watch.discarded):
+        return None
+    state = summarise_readings("none", watch.readings).invalid
+    return f"{watch.discarded} samples fell under {state}; too few are left"
 
 
 _NO_SAMPLES = {

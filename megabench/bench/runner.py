@@ -26,7 +26,7 @@ from megabench.bench.telemetry import make_probe
 from megabench.bench.timers import spend_first_session
 from megabench.cases import Case
 from megabench.geometry import Geometry
-from megabench.results import CaseResult, Comparison, Measurement, Row, StageResult, Status
+from megabench.results import CaseResult, Comparison, Row, StageResult, Status
 from megabench.results.names import OP_ORDER
 from megabench.workload import Workload, build_workload, checkpoint, obstacle
 
@@ -152,7 +152,7 @@ class BenchRun:
             arms = self._arms(case, able, rows)
         comparisons = []
         for op in OP_ORDER:
-            present = [a[op] for n, a in arms.items() if op in a and not _broken(rows[n])]
+            present = [a[op] for n, a in arms.items() if op in a and not rows[n].raised]
             if present:
                 comparisons += self._measure_op(present, rows)
         named = {"suite": self.suite, "case_id": case.id}
@@ -190,9 +190,9 @@ class BenchRun:
         for arm, measurements in zip(arms, measured, strict=True):
             row = rows[arm.backend]
             row.measurements += measurements
-            problem = _first_problem(measurements)
-            if problem and row.status == "measured":
-                _ended(row, "error", problem)
+            complaint = next((m.complaint for m in measurements if m.complaint), None)
+            if complaint and row.status == "measured":
+                _ended(row, "error", complaint)
         return comparisons
 
     @contextmanager
@@ -237,15 +237,3 @@ def describe(error: Exception) -> str:
 def _ended(row: CaseResult, status: Status, reason: str) -> CaseResult:
     row.status, row.reason = status, reason
     return row
-
-
-def _broken(row: CaseResult) -> bool:
-    """Whether the row's backend raised (a problem of a number leaves its other ops standing)."""
-    return row.status == "error" and not any(m.problem for m in row.measurements)
-
-
-def _first_problem(measurements: list[Measurement]) -> str | None:
-    for m in measurements:
-        if m.problem:
-            return f"{m.op} ({m.column}): {m.problem}"
-    return None

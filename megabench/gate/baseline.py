@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, model_validator
 
 from megabench.cases.located import nearest
 from megabench.gate.environment import clock_policy
@@ -63,6 +63,13 @@ class TimeEntry(_Entry):
     clocks_mhz: list[Positive] = Field(default_factory=list)
     """SM clock of each process; empty when not known."""
 
+    @model_validator(mode="after")
+    def _a_clock_a_process(self) -> Self:
+        if self.clocks_mhz and len(self.clocks_mhz) != len(self.medians_us):
+            counts = f"{len(self.clocks_mhz)} clocks for {len(self.medians_us)} medians"
+            raise ValueError(counts)
+        return self
+
 
 class PairsEntry(_Entry):
     """One op's ratio to a reference backend, from ABBA pairs."""
@@ -73,7 +80,7 @@ class PairsEntry(_Entry):
     ratio: Positive
     low: Positive
     high: Positive
-    pairs: int
+    pairs: Annotated[int, Field(ge=1)]
 
 
 class KernelsEntry(_Entry):

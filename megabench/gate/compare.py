@@ -22,7 +22,7 @@ from megabench.gate.evidence import (
     explain_stages,
     explain_times,
 )
-from megabench.gate.findings import Finding, GateResult
+from megabench.gate.findings import Finding, GateResult, nothing_compared
 from megabench.gate.observe import WHOLE, Key, Observed, PairKey, TimeKey, observe
 from megabench.gate.policy import Policy
 from megabench.gate.pool import Change, Pairs, Times, compare_pairs, compare_times
@@ -69,7 +69,7 @@ def compare(
         findings += comparison.findings()
     findings += _environment(found, policy) + _cut_short([*runs, *rerun])
     if policy.missing == "ignore":
-        findings = [f for f in findings if f.decision.verdict != "MISSING"]
+        findings = [f for f in findings if (f.op, f.decision.code) != (WHOLE, "missing")]
     findings.sort(key=lambda f: (ORDER.index(f.decision.verdict), not f.gated))
     timed = [(f.case_id, f.op, f.backend, f.column) for f in findings]
     return GateResult(
@@ -107,6 +107,9 @@ class _Case:
                 yield self._whole(Decision("MISSING", "skipped", f"skipped: {reason}"))
         elif self.base is None:
             yield self._whole(Decision("NEW", "new", "the baseline does not have this case"))
+            for key in self.run.time_keys():
+                if self.run.problems(*key):
+                    yield from self._time(_Recorded(self.run.case_hash), self.run, key)
         elif self.base.case_hash != self.run.case_hash:
             hashes = f"hash {self.base.case_hash} -> {self.run.case_hash}"
             message = f"the case is not what it was in the baseline: {hashes}"
@@ -162,6 +165,8 @@ class _Case:
         evidence = explain_times(old, new, again, change, rule)
         if old is None:
             decision = Decision("NEW", "new", "the baseline does not have this time")
+            if not new.processes:
+                decision = _lost(run, key) or decision
         elif not new.processes and not run.problems(op, column):
             decision = Decision("MISSING", "missing", "the run did not time this")
         else:
@@ -186,26 +191,33 @@ class _Case:
     def _without_processes(
         self, base: _Recorded, run: Observed, key: TimeKey, decision: Decision
     ) -> tuple[Decision, list[str], Change | None]:
-        """What can be said with too few processes: pairs, else why samples were lost, else that."""
-        op, column = key
+        """What can be said with too few processes: why samples were lost, else pairs, else that."""
+        lost = _lost(run, key)
+        if lost is not None:
+            return lost, [], None
         seen = run.pairs()
         for pair_key, old in base.pairs.items():
             new = seen.get(pair_key)
             enough = new and min(old.pairs, new.pairs) >= self.policy.pairs
             if pair_key[:2] == key and new and enough and key in base.times:
                 case_id, backend = self.key
-                rule = self.policy.rule(case=case_id, op=op, backend=backend, column=column)
+                rule = self.policy.rule(case=case_id, op=key[0], backend=backend, column=key[1])
                 change = compare_pairs(old, new, base.times[key].median_us)
                 judged = judge_pairs(old, new, change, rule)
                 return judged, explain_pairs(pair_key[2], old, new), change
-        problems = run.problems(op, column)
-        if problems:
-            lost = f"{len(problems)} of {len(run.rows)} processes cannot be used"
-            return Decision("INVALID", "invalid", f"{lost}: {problems[0].problem}"), [], None
         return decision, [], None
 
     def _whole(self, decision: Decision, column: str = WHOLE) -> Finding:
         return Finding(*self.key, WHOLE, column, decision)
+
+
+def _lost(run: Observed, key: TimeKey) -> Decision | None:
+    """INVALID where a process took a time that does not stand."""
+    problems = run.problems(*key)
+    if not problems:
+        return None
+    lost = f"{len(problems)} of {len(run.rows)} processes cannot be used"
+    return Decision("INVALID", "invalid", f"{lost}: {problems[0]}")
 
 
 def _environment(found: list[Mismatch], policy: Policy) -> list[Finding]:
@@ -240,7 +252,10 @@ def _hints(findings: list[Finding], policy: Policy) -> list[str]:
         "to start anew, take the run as the baseline",
         "missing": "to gate a part of a suite, say `missing: ignore` in a --policy",
     }
-    return [f"{code}: {hint}" for code, hint in hints.items() if code in codes]
+    notes = [f"{code}: {hint}" for code, hint in hints.items() if code in codes]
+    if nothing_compared(findings):
+        notes.append("nothing was compared: the run and the baseline have no case in common")
+    return notes
 
 
 def _worst(stages: dict[str, float]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megabench.gate.baseline import BaselineHeader
 from megabench.gate.environment import Mismatch
 from megabench.gate.observe import Key
 from megabench.gate.pool import Change
-from megabench.gate.verdicts import ORDER, RUN_AGAIN, Decision, exit_code
+from megabench.gate.verdicts import EXIT_UNDECIDED, ORDER, RUN_AGAIN, Decision, exit_code
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Finding:
     """What the verdict on a time rests on; None with too few processes."""
 
 
+def nothing_compared(findings: Sequence[Finding]) -> bool:
+    """Whether no finding sets the run against the baseline: none at all, or nothing but NEW."""
+    return all(f.decision.verdict == "NEW" for f in findings)
+
+
 @dataclass(frozen=True)
 class GateResult:
     """Every finding of a run, worst first, and what was compared with what."""
@@ -53,6 +59,8 @@ class GateResult:
     @property
     def exit_code(self) -> int:
         """0 good, 1 slower or broken, 3 cannot decide."""
+        if nothing_compared(self.findings):
+            return EXIT_UNDECIDED
         return exit_code(f.decision.verdict for f in self.findings if f.gated)
 
     def counts(self) -> dict[str, int]:

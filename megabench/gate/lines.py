@@ -54,6 +54,5 @@ def _parsed(path: Path, number: int, line: str, adapter: TypeAdapter[Body]) -> B
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        raise GateError(
-            f"{path}:{number}: {place + ': ' if place else ''}{first['msg']}"
-        ) from error
+        message = first["msg"].removeprefix("Value error, ")
+        raise GateError(f"{path}:{number}: {place + ': ' if place else ''}{message}") from error

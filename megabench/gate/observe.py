@@ -20,6 +20,8 @@ PairKey = tuple[str, Column, str]
 """Op, column, reference backend."""
 WHOLE = "all"
 """Stands for an op where a finding is about the whole case."""
+LEAST_US, MOST_US = 1e-3, 1e10
+"""A nanosecond, as fine as a baseline is, and some hours: a median outside is no time."""
 
 
 @dataclass
@@ -39,19 +41,21 @@ class Observed:
 
     def times(self, op: str, column: Column) -> Times:
         """The medians of the processes whose measurement stands."""
-        sound = [m for m in self._of(op, column) if m.problem is None and m.median_us > 0]
+        sound = [m for m in self._of(op, column) if _flaw(m) is None]
         clocks = [_clock(m) for m in sound]
         known = tuple(c for c in clocks if c is not None)
         return Times(tuple(m.median_us for m in sound), known if len(known) == len(clocks) else ())
 
-    def problems(self, op: str, column: Column) -> list[Measurement]:
-        """The measurements that do not stand."""
-        return [m for m in self._of(op, column) if m.problem is not None]
+    def problems(self, op: str, column: Column) -> list[str]:
+        """Why measurements do not stand, one line each that does not."""
+        return [flaw for m in self._of(op, column) if (flaw := _flaw(m)) is not None]
 
     def pairs(self) -> dict[PairKey, Pairs]:
         """Ratios to each reference backend; over processes, the median and the widest interval."""
         found: dict[PairKey, list[Comparison]] = {}
         for c in self.comparisons:
+            if not 0 < c.ci.low <= c.ratio <= c.ci.high < math.inf:
+                continue
             found.setdefault((c.op, c.column, c.baseline), []).append(c)
         return {
             key: Pairs(
@@ -83,11 +87,11 @@ class Observed:
         for row in self.rows:
             if row.status == "failed":
                 return "failed", f"{row.reason}{_share(self.rows, 'failed', total)}"
-            if row.status == "error" and not any(m.problem for m in row.measurements):
+            if row.raised:
                 return "error", f"{row.reason}{_share(self.rows, 'error', total)}"
         for m in self._measurements():
-            if _wrong_output(m):
-                return "recheck", f"{m.op} ({m.column}): {m.problem}"
+            if m.complaint is not None and m.n > 0 and not m.rechecked:
+                return "recheck", m.complaint
         return None
 
     def skipped(self) -> str | None:
@@ -115,14 +119,16 @@ def observe(runs: Iterable[Run]) -> dict[Key, Observed]:
     return {key: seen for key, seen in found.items() if seen.rows}
 
 
-def _wrong_output(m: Measurement) -> bool:
-    """Whether the outputs after timing were not those before (and not just too few samples)."""
-    throttled = m.telemetry is not None and m.telemetry.invalid is not None
-    return m.problem is not None and not m.rechecked and not throttled
+def _flaw(m: Measurement) -> str | None:
+    """Why a measurement does not stand: what its run says of it, or a median that is no time."""
+    if m.problem is None and not LEAST_US <= m.median_us <= MOST_US:
+        return f"a median of {m.median_us:g} us is no time"
+    return m.problem
 
 
 def _clock(m: Measurement) -> float | None:
-    return m.telemetry.sm_clock_mhz if m.telemetry else None
+    clock = m.telemetry.sm_clock_mhz if m.telemetry else None
+    return clock if clock is not None and 0 < clock < math.inf else None
 
 
 def _share(rows: list[CaseResult], status: str, total: int) -> str:

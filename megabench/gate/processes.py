@@ -10,6 +10,7 @@ A plain run folder is a run of one process.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from megabench.gate.environment import mismatches
@@ -37,6 +38,7 @@ def read_processes(path: Path) -> list[Run]:
     if not runs:
         raise GateError(f"{path}: holds no run")
     for run in runs:
+        _check_once(run)
         _check_together(runs[0], run)
     return runs
 
@@ -74,12 +76,22 @@ def header_of(runs: list[Run]) -> RunHeader:
     return header
 
 
+def _check_once(run: Run) -> None:
+    """A process tells of everything once: told twice, it would count as two."""
+    told = [(f"{c.case_id} on {c.backend}",) for c in run.cases] + [
+        (f"{c.case_id} on {c.backend}", c.baseline, c.op, c.column) for c in run.comparisons
+    ]
+    for what, count in Counter(told).items():
+        if count > 1:
+            raise GateError(f"{run.path}: tells of {' '.join(what)} {count} times")
+
+
 def _check_together(first: Run, other: Run) -> None:
     """Processes of one run differ in nothing but chance."""
     ours, theirs = header_of([first]), header_of([other])
     found = [
         f"{name} {getattr(theirs, name)}, not {getattr(ours, name)}"
-        for name in ("command", "git_commit", "seed")
+        for name in ("command", "argv", "git_commit", "seed")
         if getattr(ours, name) != getattr(theirs, name)
     ]
     found += [str(m) for m in mismatches(ours.environment, theirs.environment, [])]

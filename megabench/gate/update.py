@@ -108,9 +108,9 @@ def _check_sound(runs: list[Run]) -> None:
         if fault is not None:
             raise GateError(f"{case_id} on {backend} is no baseline: {fault[1]}")
         for op, column in seen.time_keys():
-            for measurement in seen.problems(op, column):
+            for problem in seen.problems(op, column):
                 raise GateError(
-                    f"{case_id} on {backend} is no baseline: {op} ({column}): {measurement.problem}"
+                    f"{case_id} on {backend} is no baseline: {op} ({column}): {problem}"
                 )
 
 

@@ -194,6 +194,11 @@ class Measurement(_Model):
     cross_check: CrossCheck | None = None
     """Where asked for, on rows that replay a graph."""
 
+    @property
+    def complaint(self) -> str | None:
+        """The problem as a row's reason tells it, None where there is none."""
+        return f"{self.op} ({self.column}): {self.problem}" if self.problem else None
+
 
 class Phases(_Model):
     """Where a row's `seconds` went; the parts add up to it."""
@@ -236,6 +241,12 @@ class CaseResult(_Model):
     """For an error that cost the case's process; None for one that was only raised."""
     output: str = ""
     """With a cause: the end of what that process wrote to stdout and stderr."""
+
+    @property
+    def raised(self) -> bool:
+        """Whether it broke, and is not an error for a number that cannot be true alone."""
+        complaints = [m.complaint for m in self.measurements]
+        return self.status == "error" and self.reason not in complaints
 
 
 class Comparison(_Model):

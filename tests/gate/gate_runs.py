@@ -92,6 +92,21 @@ def row(
     return CaseResult.model_validate(made | fields)
 
 
+def ratio(value: float = 0.5, pairs: int = 12) -> Comparison:
+    """The decode case's step on triton against torch."""
+    return Comparison(
+        suite="h200",
+        case_id=DECODE.id,
+        op="step",
+        column="cold",
+        backend="triton",
+        baseline="torch",
+        ratio=value,
+        ci=Interval(low=value * 0.998, high=value * 1.002),
+        pairs=pairs,
+    )
+
+
 def run(
     rows: Sequence[CaseResult],
     comparisons: Sequence[Comparison] = (),

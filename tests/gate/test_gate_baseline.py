@@ -169,6 +169,16 @@ def test_a_bad_shard_is_one_line_that_names_the_line(
     assert "\n" not in str(caught.value)
 
 
+def test_a_shard_with_clocks_for_some_processes_alone_is_refused(tmp_path: Path) -> None:
+    shard = tmp_path / "h200.jsonl"
+    made = baseline().text()
+    text = made.replace('"clocks_mhz":[1755.0,', '"clocks_mhz":[')
+    assert text != made
+    shard.write_text(text)
+    with pytest.raises(GateError, match="4 clocks for 5 medians"):
+        read_shard(shard)
+
+
 def test_shards_of_two_devices_do_not_collide(tmp_path: Path) -> None:
     paths = {
         shard_path(tmp_path, name, "ci")

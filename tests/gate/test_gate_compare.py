@@ -11,6 +11,7 @@ from gate_runs import (
     measurement,
     only,
     processes,
+    ratio,
     row,
     run,
     times_of,
@@ -18,7 +19,7 @@ from gate_runs import (
 
 from megabench.gate import Policy, baseline_of, compare
 from megabench.gate.findings import GateResult
-from megabench.results import CaseResult, Comparison, Interval, Run, StageResult, Telemetry
+from megabench.results import CaseResult, Run, StageResult, Telemetry
 
 BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
 SLOWER = tuple(1.05 * t for t in BASE)
@@ -129,19 +130,19 @@ def test_the_idle_rules_of_a_policy_are_noted() -> None:
 # ---- pairs -------------------------------------------------------------------
 
 
-def paired(ratio: float, us: float = 20.0, pairs: int = 12) -> list[Run]:
-    comparison = Comparison(
-        suite="h200",
-        case_id=DECODE.id,
-        op="step",
-        column="cold",
-        backend="triton",
-        baseline="torch",
-        ratio=ratio,
-        ci=Interval(low=ratio * 0.998, high=ratio * 1.002),
-        pairs=pairs,
-    )
-    return [run([row([measurement(us)])], [comparison])]
+def paired(value: float, us: float = 20.0, pairs: int = 12, **fields: str) -> list[Run]:
+    return [run([row([measurement(us, **fields)])], [ratio(value, pairs)])]
+
+
+@pytest.mark.parametrize("value", [0.0, -0.5, float("nan"), float("inf")])
+def test_a_ratio_that_is_none_stands_in_for_nothing(value: float) -> None:
+    result = compare(baseline_of(paired(0.5)), paired(value), POLICY)
+    assert only(result).decision.code == "few-processes"
+
+
+def test_no_ratio_stands_in_for_a_time_that_cannot_be_true() -> None:
+    false = paired(0.5, problem="below the datasheet's floor")
+    assert only(compare(baseline_of(paired(0.5)), false, POLICY)).decision.code == "invalid"
 
 
 def test_pairs_stand_in_for_processes_and_ignore_what_slows_both_arms() -> None:
@@ -167,8 +168,31 @@ def test_a_missing_and_a_new_case_are_both_named() -> None:
     found = {f.case_id: f.decision.verdict for f in result.findings}
     assert found == {DECODE.id: "MISSING", PREFILL.id: "NEW"}
     assert result.exit_code == 3
+
+
+def test_a_part_of_a_suite_may_be_gated_but_not_none_of_it() -> None:
     ignoring = Policy(missing="ignore")
-    assert compare(baseline(), runs, ignoring).exit_code == 0
+    both = [[row([measurement(us)]), row([measurement(us)], case=PREFILL)] for us in BASE]
+    whole = baseline_of([run(rows) for rows in both])
+    assert compare(whole, processes(BASE), ignoring).exit_code == 0
+    other = compare(baseline(), times(5, [row([measurement(20.0)], case=PREFILL)]), ignoring)
+    assert [f.decision.verdict for f in other.findings] == ["NEW"]
+    assert other.exit_code == 3
+    assert "nothing was compared" in other.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("now", "code"),
+    [
+        (row([measurement(20.0)], worst=None), "not-validated"),
+        (row(status="skipped", reason="no sm_90 cubin"), "skipped"),
+        (row([measurement(20.0, op="wo_a")]), "missing"),
+    ],
+)
+def test_what_a_case_that_ran_no_longer_has_is_never_ignored(now: CaseResult, code: str) -> None:
+    result = compare(baseline(), times(5, [now]), Policy(missing="ignore"))
+    assert ("MISSING", code) in codes(result)
+    assert result.exit_code == 3
 
 
 def test_a_case_skipped_now_is_missing_with_its_reason() -> None:
@@ -191,9 +215,30 @@ def test_a_time_that_cannot_be_true_is_invalid() -> None:
     assert "below the datasheet's floor" in finding.decision.message
 
 
-def test_a_time_of_nothing_is_no_time() -> None:
-    result = compare(baseline(), processes([0.0] * 5), POLICY)
-    assert only(result).decision.code == "missing"
+@pytest.mark.parametrize("us", [0.0, -20.0, float("nan"), float("inf"), 1e-300, 1e300])
+def test_a_median_that_is_no_time_is_told_and_not_left_out(us: float) -> None:
+    for medians in ([us] * 5, [*BASE[:4], us]):
+        finding = only(compare(baseline(), processes(medians), POLICY))
+        assert (finding.decision.verdict, finding.decision.code) == ("INVALID", "invalid")
+        assert "is no time" in finding.decision.message
+
+
+@pytest.mark.parametrize("clock", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_clock_that_is_none_is_not_known(clock: float) -> None:
+    finding = only(compare(baseline(), processes(SLOWER, clock=clock), POLICY))
+    assert finding.decision.verdict == "SLOWER"
+    assert "no clock known" in finding.decision.message
+
+
+def test_a_new_time_that_cannot_be_true_is_invalid_not_new() -> None:
+    false = {"op": "wo_a", "problem": "below the datasheet's floor"}
+    rows = [row([measurement(us), measurement(us, **false)]) for us in BASE]
+    new_op = compare(baseline(), [run([r]) for r in rows], POLICY)
+    assert ("INVALID", "invalid") in codes(new_op)
+    new_case = compare(
+        baseline([20.0]), [run([row(r.measurements, PREFILL)]) for r in rows], POLICY
+    )
+    assert ("INVALID", "invalid") in codes(new_case)
 
 
 def test_what_to_do_about_a_verdict_that_says_nothing_of_the_code_is_noted_once() -> None:
@@ -208,8 +253,8 @@ def test_what_to_do_about_a_verdict_that_says_nothing_of_the_code_is_noted_once(
 
 def test_one_throttled_process_of_six_does_not_matter() -> None:
     throttled = Telemetry(source="nvml", invalid="hardware slowdown")
-    bad = measurement(30.0, problem="fell under", rechecked=False, telemetry=throttled)
-    runs = [*processes(BASE), run([row([bad], status="error", reason="fell under")])]
+    bad = measurement(30.0, problem="fell under", telemetry=throttled)
+    runs = [*processes(BASE), run([row([bad], status="error", reason="step (cold): fell under")])]
     assert only(compare(baseline(), runs, POLICY)).decision.verdict == "SAME"
     fewer = compare(baseline(), runs[1:], POLICY)
     assert only(fewer).decision.verdict == "INVALID"
@@ -245,6 +290,23 @@ def test_outputs_that_change_while_timed_are_broken() -> None:
     runs = processes(BASE, rechecked=False, problem="outputs differ after timing")
     result = compare(baseline(), runs, POLICY)
     assert codes(result) == {("BROKEN", "recheck")}
+
+
+def test_a_wrong_output_is_broken_though_some_samples_were_throttled() -> None:
+    throttled = Telemetry(source="nvml", invalid="hardware slowdown")
+    runs = processes(BASE, rechecked=False, problem="outputs differ", telemetry=throttled)
+    assert codes(compare(baseline(), runs, POLICY)) == {("BROKEN", "recheck")}
+
+
+def test_a_case_that_raised_after_a_time_that_cannot_be_true_is_broken() -> None:
+    false = measurement(1.0, op="wq_b", problem="below the datasheet's floor")
+    rows = [
+        row([false, measurement(us)], status="error", reason="wo_a: RuntimeError: boom")
+        for us in BASE
+    ]
+    result = compare(baseline(), [run([r]) for r in rows], POLICY)
+    assert codes(result) == {("BROKEN", "error")}
+    assert "boom" in result.findings[0].decision.message
 
 
 def test_a_grown_error_is_broken() -> None:

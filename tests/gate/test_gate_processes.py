@@ -13,6 +13,7 @@ from gate_runs import (
     measurement,
     only,
     processes,
+    ratio,
     row,
     run,
     write,
@@ -22,7 +23,7 @@ from gate_runs import (
 from megabench.cases import load_suite
 from megabench.gate import GateError, Policy, read_processes, read_rerun
 from megabench.gate.launch import Processes, gate_processes, new_folder, write_cases
-from megabench.results import CaseResult
+from megabench.results import CaseResult, Run
 
 BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
 SLOWER = tuple(1.05 * t for t in BASE)
@@ -54,6 +55,30 @@ def test_runs_of_different_commits_are_not_pooled(tmp_path: Path) -> None:
     write(other, tmp_path)
     with pytest.raises(GateError, match="git_commit def, not abc"):
         read_processes(tmp_path)
+
+
+def test_runs_of_different_arguments_are_not_pooled(tmp_path: Path) -> None:
+    other = run([row()])
+    assert other.header is not None
+    other.header.argv = ["bench", "--cases", "ci"]
+    write(run([row()]), tmp_path)
+    write(other, tmp_path)
+    with pytest.raises(GateError, match=r"not a process of the run.*argv"):
+        read_processes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("made", "wanted"),
+    [
+        (run([row([measurement(us)]) for us in BASE]), "triton 5 times"),
+        (run([row([measurement(20.0)])], [ratio()] * 2), "torch step cold 2 times"),
+    ],
+)
+def test_a_process_that_tells_of_the_same_twice_does_not_count_twice(
+    tmp_path: Path, made: Run, wanted: str
+) -> None:
+    with pytest.raises(GateError, match=wanted):
+        read_processes(write(made, tmp_path))
 
 
 def test_an_empty_folder_holds_no_run(tmp_path: Path) -> None:
