@@ -25,12 +25,15 @@ _SMALL = {
 }
 
 
-def write_suite(folder: Path, batches: Sequence[str]) -> Path:
-    """`tiny.yaml` with one case a batch, sliding window only, of a model with 8 heads."""
+def write_suite(
+    folder: Path, batches: Sequence[str], compress_ratio: int = 0, **sizes: int
+) -> Path:
+    """`tiny.yaml` with one case a batch of a model with 8 heads, by default of a sliding window
+    only; `sizes` are fields of the model."""
     config = json.loads(_PACKAGED.read_text(encoding="utf-8"))
-    config["text_config"] |= _SMALL
+    config["text_config"] |= _SMALL | sizes
     (folder / "small.json").write_text(json.dumps(config), encoding="utf-8")
-    axes = {"compress_ratio": 0, "kv_cache": "nvfp4_ds_mla", "batch": list(batches)}
+    axes = {"compress_ratio": compress_ratio, "kv_cache": "nvfp4_ds_mla", "batch": list(batches)}
     document = {"model": "small.json", "axes": axes}
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(document), encoding="utf-8")

@@ -8,12 +8,19 @@ from dataclasses import dataclass
 import torch
 
 from megabench.backends import Backend
-from megabench.bench.calls import OpCall, clone_calls, prepare_weights, record_step
+from megabench.bench.calls import (
+    OpCall,
+    clone_calls,
+    prepare_weights,
+    record_step,
+    returned_tensors,
+)
 from megabench.bench.measure import Arm
 from megabench.bench.ops import (
     ATTENTION,
     StepOp,
     input_of,
+    names_rows,
     run_calls,
     split_step,
     targets_of,
@@ -70,7 +77,8 @@ def step_arms(pool: LayerPool, workload: Workload, name: str, backend: Backend) 
 
 def _op_arm(op: StepOp, name: str, backend: Backend, plain: bool) -> Arm:
     """`plain` inputs are none of the families that may make an output independent of a sign."""
-    sensitive = plain and (op.work.flops > 0 or op.name == "pad_insert")
+    works = op.work.flops > 0 or op.name == "pad_insert" or names_rows(op.calls)
+    sensitive = plain and works
 
     def more(count: int) -> list[Copy]:
         copies = []
@@ -145,7 +153,8 @@ def _step_copy(layer: Layer, workload: Workload) -> Copy:
 
     def run() -> list[torch.Tensor]:
         with forward_context(metadata):
-            return [layer.forward(qr, kv, workload.positions, latent)]
+            out = layer.forward(qr, kv, workload.positions, latent)
+        return list(returned_tensors("the step", out))
 
     inputs = frozenset(t.untyped_storage().data_ptr() for t in (qr, kv, workload.positions))
     return Copy(run=run, flippable=qr, inputs=inputs)

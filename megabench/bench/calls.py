@@ -83,6 +83,18 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
         yield from tensors_of(list(value.values()))
 
 
+def returned_tensors(op: str, value: Any) -> Iterator[torch.Tensor]:
+    """The tensors an op returned. TypeError for what may stand for one that is yet to be computed:
+    a subclass with a mind of its own, or an object that is no tensor at all."""
+    if type(value) is torch.Tensor:
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from returned_tensors(op, item)
+    elif value is not None:
+        raise TypeError(f"{op} returned a {type(value).__name__}, not plain tensors")
+
+
 def clone_calls(calls: list[OpCall]) -> list[OpCall]:
     """The calls on memory of their own: same values, strides and offsets, and tensors that shared
     memory among the calls share it again. One tensor object stays one object."""

@@ -34,8 +34,6 @@ from megabench.results.names import STEP
 from megabench.results.schema import Column
 
 COLUMNS: dict[str, tuple[Column, ...]] = {"cpu": ("cpu",), "cuda": ("cold", "warm", "eager")}
-FLIP_LIMIT_US = 50_000.0
-"""Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
 EAGER_SAMPLES = 16
 """Two in each of the rounds that arms compared with each other take."""
 CLEAN_SHARE = 0.5
@@ -53,6 +51,8 @@ class Bench:
     l2_bytes: int | None = None
     seed: int = 0
     clock: PhaseClock = field(default_factory=PhaseClock)
+    threads: int = field(default_factory=torch.get_num_threads)
+    """Of torch on the host, for every arm alike."""
     spans: Spans | None = None
     """Checks rows that replay a graph by a second clock."""
 
@@ -86,9 +86,10 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     comparisons = []
     expected = [Expected(arm.first) for arm in arms]
     for column in COLUMNS[bench.device.type]:
+        _put_back_threads(bench.threads)
         with bench.clock.phase("setup"):
             prepared = [_prepare(bench, arm, column) for arm in arms]
-        watches = [_Watch(p.timer.take, bench.probe) for p in prepared]
+        watches = [_Watch(p.timer.take, bench.probe, bench.threads) for p in prepared]
         policy = bench.policy
         if column == "eager":
             policy = replace(
@@ -116,19 +117,32 @@ class _Watch:
     """Reads the device after each block; a block under a slowdown counts as nothing. Nothing is
     allocated between blocks, so that memory is read after the first alone."""
 
-    def __init__(self, take: Callable[[int], list[float]], probe: Probe) -> None:
-        self._take, self._probe = take, probe
+    def __init__(self, take: Callable[[int], list[float]], probe: Probe, threads: int) -> None:
+        self._take, self._probe, self._threads = take, probe, threads
         self.readings: list[Reading] = []
         self.discarded = 0
+        self.problem: str | None = None
 
     def take(self, n: int) -> list[float]:
         values = self._take(n)
+        left = _put_back_threads(self._threads)
+        if left is not None:
+            self.problem = f"it set torch's threads to {left}, not {self._threads}"
         reading = self._probe.read(memory=not self.readings)
         self.readings.append(reading)
         if reading.throttle_mask & INVALIDATING:
             self.discarded += len(values)
             return []
         return values
+
+
+def _put_back_threads(count: int) -> int | None:
+    """Have torch use `count` threads -> how many somebody else has set, None when nobody did."""
+    found = torch.get_num_threads()
+    if found == count:
+        return None
+    torch.set_num_threads(count)
+    return found
 
 
 def _prepare(bench: Bench, arm: Arm, column: Column) -> _Prepared:
@@ -164,8 +178,8 @@ def _row(
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
     placed = place(work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    stale = recheck(ready.copies, timer, expected, flip=summary.median <= FLIP_LIMIT_US)
-    wrong = stale or turn_problem(timer.counts) or _too_few(watch, len(values))
+    stale = recheck(ready.copies, timer, expected, summary.median)
+    wrong = stale or turn_problem(timer.counts) or _too_few(watch, len(values)) or watch.problem
     checked = None
     if bench.spans is not None and isinstance(timer, EventTimer):
         checked = bench.spans.check(timer, summary.median)

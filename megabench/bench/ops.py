@@ -22,14 +22,15 @@ from typing import Any
 
 import torch
 
-from megabench.bench.calls import OpCall, tensors_of
+from megabench.bench.calls import OpCall, returned_tensors, tensors_of
 from megabench.bench.work import Work, op_work, step_work, traffic_of
 from megabench.results.names import OP_ORDER, PARTS
 
+_GLOBAL = "compute_global_topk_indices_and_lens"
 _SINGLE = {
     "pad_q_and_insert_kv": "pad_insert",
     "insert_compressed": "compressed_insert",
-    "compute_global_topk_indices_and_lens": "global_topk",
+    _GLOBAL: "global_topk",
     "fused_norm_rope_attn_rope_cast_decode": "decode_attention",
     "fp8_einsum": "wo_a",
 }
@@ -180,15 +181,19 @@ def run_calls(
         return [
             tensor[:, :live_heads] if call.op in ATTENTION and tensor.dim() == 2 else tensor
             for call in calls
-            for tensor in tensors_of(call.run(backend))
+            for tensor in returned_tensors(call.op, call.run(backend))
         ]
 
     return run
 
 
 def input_of(calls: list[OpCall]) -> torch.Tensor | None:
-    """The float tensor whose sign changes the first call's output, or None for index ops."""
+    """The tensor that `flip_` changes and the first call's output with it: floats, or the page
+    table of the global top-k, which only computes with it. None for a gather."""
     for call in calls:
+        if call.op == _GLOBAL:
+            table: torch.Tensor = call.arguments["block_table"]
+            return table
         first = next(tensors_of(call.args), None)
         if first is not None and first.is_floating_point() and call.op != _GATHER:
             return first
@@ -200,10 +205,19 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(_INTEGERS[tensor.element_size()])
 
 
-def flip_sign_(tensor: torch.Tensor) -> None:
-    """Negate every element by its sign bit, in place; twice is the identity, NaN included."""
+def flip_(tensor: torch.Tensor) -> None:
+    """Flip a bit of every element in place: a float's sign, an integer's lowest. Twice is the
+    identity, NaN included."""
     bits = bits_of(tensor)
-    bits.bitwise_xor_(torch.iinfo(bits.dtype).min or 0x80)
+    sign = torch.iinfo(bits.dtype).min or 0x80
+    bits.bitwise_xor_(sign if tensor.is_floating_point() else 1)
+
+
+def names_rows(calls: list[OpCall]) -> bool:
+    """Whether a global top-k among `calls` has a row to find the slot of."""
+    return any(
+        bool((call.arguments["topk_indices"] >= 0).any()) for call in calls if call.op == _GLOBAL
+    )
 
 
 def poison_(tensor: torch.Tensor) -> None:

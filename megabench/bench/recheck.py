@@ -3,7 +3,8 @@
 Before each check the outputs are poisoned. Two checks: the timed form, run once more, writes bit
 for bit what the untimed run wrote; and with the sign of an input flipped it writes what an untimed
 run of the flipped input writes, and something new where the op must. The second catches an output
-that is kept, not computed.
+that is kept, not computed. It is timed, too, before any other run has seen that input: an op that
+computes only what it does not find done already takes longer then than its samples say.
 
 An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
 stopped: work on a stream that the clock does not wait for is missing from them. Memory that comes
@@ -21,10 +22,17 @@ from typing import TypeVar
 
 import torch
 
-from megabench.bench.ops import Target, bits_of, flip_sign_, poison_, poison_word
+from megabench.bench.ops import Target, bits_of, flip_, poison_, poison_word
 from megabench.bench.timers import HostTimer, Run, Timer
 
 Seen = TypeVar("Seen")
+
+FLIP_LIMIT_US = 50_000.0
+"""Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
+SKIPPED_FACTOR, SKIPPED_US = 2.0, 10.0
+"""A run on a changed input takes no longer than the samples' median times and plus these."""
+TRIES = 6
+"""Changed inputs that must all take longer: noise does not keep to it."""
 
 
 @dataclass
@@ -34,7 +42,7 @@ class Copy:
     run: Run
     targets: list[Target] = field(default_factory=list)
     flippable: torch.Tensor | None = None
-    """An input whose sign decides the outputs, None where there is none."""
+    """An input whose flipped bits decide the outputs, None where there is none."""
     sensitive: bool = False
     """Whether the outputs must change with that sign: no cancelling, no empty work."""
     inputs: frozenset[int] = frozenset()
@@ -51,12 +59,8 @@ class Expected:
 
     @cached_property
     def flipped(self) -> list[torch.Tensor]:
-        assert self._copy.flippable is not None
-        flip_sign_(self._copy.flippable)
-        try:
+        with _flipped(self._copy.flippable):
             return observe(self._copy)
-        finally:
-            flip_sign_(self._copy.flippable)
 
 
 def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
@@ -95,6 +99,20 @@ def _poisoned(copy: Copy, returned: list[torch.Tensor]) -> Iterator[None]:
             target.restore()
 
 
+@contextmanager
+def _flipped(tensor: torch.Tensor | None, halvings: int = 0) -> Iterator[None]:
+    """With a tensor flipped, or its first columns alone, half as many with every halving."""
+    if tensor is None:
+        yield
+        return
+    part = tensor[..., : max(1, tensor.shape[-1] >> halvings)]
+    flip_(part)
+    try:
+        yield
+    finally:
+        flip_(part)
+
+
 def _bits(copy: Copy, returned: list[torch.Tensor]) -> list[torch.Tensor]:
     return [target.bits() for target in copy.targets] + [bits_of(t) for t in returned]
 
@@ -104,13 +122,15 @@ def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t for t in tensors if t.untyped_storage().data_ptr() not in copy.inputs]
 
 
-def _written_late(copy: Copy, run: Run) -> bool:
-    """Whether outputs are written after a run has ended for its clock: poison laid over them there
-    must last until the device is idle.
+def _written_late(copy: Copy, timer: Timer) -> bool:
+    """Whether outputs are written after a replay has ended for its clock: poison laid over them
+    there must last until the device is idle.
 
-    Twice, for the first time loads the kernels that poison, and a load may wait for the device.
+    Twice over memory that was not poisoned yet, for the first time loads the kernels that poison,
+    and a load may wait for the device.
     """
-    return any([_overwritten(copy, run()) for _ in range(2)])
+    times = 2 if timer.returned(0) is None else 1
+    return any([_overwritten(copy, timer.replay(0)) for _ in range(times)])
 
 
 def _overwritten(copy: Copy, fresh: list[torch.Tensor]) -> bool:
@@ -138,36 +158,49 @@ def _differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tens
     return torch.stack(found).any() if found else torch.tensor(False)
 
 
-def recheck(
-    copies: list[Copy], timer: Timer, expected: Expected, *, flip: bool = True
-) -> str | None:
-    """None when every copy of `timer` still does its work, else what is wrong with it. The first
-    stands for all in what takes longer: late writes and, with `flip`, a changed input."""
+def _changed(copy: Copy, timer: Timer, halvings: int = 0) -> tuple[list[torch.Tensor], float]:
+    """Outputs' bits and microseconds of a timed replay that finds its input changed and nothing of
+    its outputs."""
+    with _flipped(copy.flippable, halvings), _poisoned(copy, timer.returned(0) or []):
+        fresh, microseconds = timer.timed_replay(0)
+        seen = [bits.clone() for bits in _bits(copy, fresh)]
+        return seen, microseconds()
 
-    def differs(index: int, wanted: list[torch.Tensor]) -> torch.Tensor:
+
+def recheck(copies: list[Copy], timer: Timer, expected: Expected, median_us: float) -> str | None:
+    """None when every copy of `timer` still does its work, else what is wrong with it. The first
+    stands for all in what takes longer: late writes and a changed input, which must not take much
+    more than the samples' `median_us`."""
+
+    def differs(index: int) -> torch.Tensor:
         kept = timer.returned(index) or []
         return _observed(
-            copies[index], lambda: timer.replay(index), kept, lambda seen: _differ(seen, wanted)
+            copies[index],
+            lambda: timer.replay(index),
+            kept,
+            lambda seen: _differ(seen, expected.plain),
         )
 
-    found = torch.stack([differs(index, expected.plain) for index in range(len(copies))])
+    found = torch.stack([differs(index) for index in range(len(copies))])
     for index, wrong in enumerate(found.tolist()):
         if wrong:
             where = f"copy {index}: " if len(copies) > 1 else ""
             return f"{where}outputs after timing differ from the untimed run's"
-    first = copies[0]
-    if not isinstance(timer, HostTimer) and _written_late(first, lambda: timer.replay(0)):
+    if not isinstance(timer, HostTimer) and _written_late(copies[0], timer):
         return "outputs are still written when the clock has stopped"
-    if first.flippable is None or not flip:
+    return _unchanged(copies[0], timer, expected, median_us) if median_us <= FLIP_LIMIT_US else None
+
+
+def _unchanged(copy: Copy, timer: Timer, expected: Expected, median_us: float) -> str | None:
+    """What is wrong when the timed form finds its input changed and its outputs gone."""
+    seen, changed_us = _changed(copy, timer)
+    if copy.flippable is not None:
+        if not same(seen, expected.flipped):
+            return "the timed form does not follow a changed input"
+        if copy.sensitive and same(seen, expected.plain):
+            return "outputs do not change with a changed input"
+    limit = SKIPPED_FACTOR * median_us + SKIPPED_US
+    if changed_us <= limit or any(_changed(copy, timer, n)[1] <= limit for n in range(1, TRIES)):
         return None
-    untimed = expected.flipped
-    flip_sign_(first.flippable)
-    try:
-        deaf = differs(0, untimed)
-    finally:
-        flip_sign_(first.flippable)
-    if deaf:
-        return "the timed form does not follow a changed input"
-    if first.sensitive and same(untimed, expected.plain):
-        return "outputs do not change with a changed input"
-    return None
+    times = f"{changed_us:.1f} us, not {median_us:.1f}"
+    return f"with a changed input it takes {times}: the samples found their work done"

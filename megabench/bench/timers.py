@@ -12,10 +12,10 @@ Host: `perf_counter_ns` around the call; on CUDA with a synchronize inside (the 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from megabench.devices import first_cause
 
 Run = Callable[[], list[torch.Tensor]]
+Microseconds = Callable[[], float]
 
 FIRST_SPIN_CYCLES = 150_000
 """About 80 us: longer than the host needs for two events and a graph launch, hiccups included."""
@@ -51,6 +52,10 @@ class Timer(Protocol):
         an event pair waits for the current stream alone."""
         ...
 
+    def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Microseconds]:
+        """The same as one sample, and a function that waits for its time."""
+        ...
+
     def returned(self, copy: int) -> list[torch.Tensor] | None:
         """The tensors every replay of a copy returns to, None when each returns new ones."""
         ...
@@ -73,10 +78,10 @@ class HostTimer:
         for _ in range(n):
             copy, self._next = self._next, (self._next + 1) % self.sets
             run = self._runs[copy]
-            start = time.perf_counter_ns()
+            start = perf_counter_ns()
             run()
             self._wait()
-            samples.append((time.perf_counter_ns() - start) * 1e-3)
+            samples.append((perf_counter_ns() - start) * 1e-3)
             self.counts[copy] += 1
         return samples
 
@@ -84,6 +89,12 @@ class HostTimer:
         fresh = self._runs[copy]()
         self._wait()
         return fresh
+
+    def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Microseconds]:
+        start = perf_counter_ns()
+        fresh = self.replay(copy)
+        taken = (perf_counter_ns() - start) * 1e-3
+        return fresh, lambda: taken
 
     def returned(self, copy: int) -> list[torch.Tensor] | None:
         return None
@@ -151,6 +162,15 @@ class EventTimer:
             return launch.returned
         assert isinstance(fresh, list)
         return fresh
+
+    def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Microseconds]:
+        pair, stream = _Pair(), torch.cuda.current_stream()
+        self._sweep()
+        spin()
+        pair.start.record(stream)
+        fresh = self.replay(copy)
+        pair.end.record(stream)
+        return fresh, pair.microseconds
 
     def returned(self, copy: int) -> list[torch.Tensor] | None:
         return self._launches[copy].returned
@@ -242,6 +262,11 @@ class _Pair:
             for _ in range(2)
         )
 
+    def microseconds(self) -> float:
+        """From start to end, once the device has come to the end."""
+        self.end.synchronize()
+        return float(self.start.elapsed_time(self.end)) * 1e3
+
 
 def _timed(samples: Sequence[Sample], pairs: Sequence[_Pair]) -> list[float]:
     """Microseconds of each sample, enqueued one after another and read at the end."""
@@ -255,7 +280,7 @@ def _timed(samples: Sequence[Sample], pairs: Sequence[_Pair]) -> list[float]:
         pair.end.record(stream)
         cycles = NEXT_SPIN_CYCLES
     torch.cuda.synchronize()
-    return [pair.start.elapsed_time(pair.end) * 1e3 for _, pair in used]
+    return [pair.microseconds() for _, pair in used]
 
 
 def spin(cycles: int = FIRST_SPIN_CYCLES) -> None:
@@ -265,7 +290,7 @@ def spin(cycles: int = FIRST_SPIN_CYCLES) -> None:
 
 def _clock_pair_us() -> float:
     def pair() -> int:
-        start = time.perf_counter_ns()
-        return time.perf_counter_ns() - start
+        start = perf_counter_ns()
+        return perf_counter_ns() - start
 
     return statistics.median(pair() for _ in range(OVERHEAD_PAIRS)) * 1e-3
