@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megabench.backends import Backend
 from megabench.backends.base import for_live_heads
+from megabench.quant import alloc_mega_attn_output
 
 Args = dict[str, Any]
 """An op call's arguments by the protocol's parameter names, in its order."""
@@ -112,6 +113,9 @@ def _bound(name: str, right: Callable[..., Any], faulty: Op) -> Callable[..., An
         bound = signature.bind(None, *positional, **named)
         bound.apply_defaults()
         args = {key: value for key, value in bound.arguments.items() if key != "self"}
+        if args.get("out_fp8", right) is None:  # a fault changes what was written where
+            pair = alloc_mega_attn_output(len(args["q"]), args["n_wv_group"], args["q"].device)
+            args |= {"out_fp8": pair.data, "out_sf": pair.scale}
         return faulty(args, lambda args: right(*args.values()))
 
     return call

@@ -56,7 +56,9 @@ class Witness:
         def call(*positional: Any, **named: Any) -> Any:
             result = op(*positional, **named)
             self._hash.update(name.encode())
-            for tensor in _tensors((result, positional, tuple(named.values()))):
+            for tensor in _tensors(result):  # not what lies around it, where an op allocates
+                self._add(tensor.contiguous())
+            for tensor in _tensors((positional, tuple(named.values()))):
                 self._add(tensor)
             return result
 

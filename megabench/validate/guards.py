@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.validate.judgement import (
     Judgement,
     Mask,
@@ -79,8 +80,9 @@ def _workspace_views(run: RankRun, truth: Truth) -> Iterator[Tensor]:
 class Inputs:
     """Copies of everything a step reads and must not write, to be compared afterwards."""
 
-    def __init__(self, workload: Workload) -> None:
-        self._kept = [(name, tensor, tensor.clone()) for name, tensor in _inputs(workload)]
+    def __init__(self, workload: Workload, layer: DeepseekV4MegaAttnAttention) -> None:
+        read = [*_inputs(workload), ("cos_sin_cache", layer.cos_sin_cache)]
+        self._kept = [(name, tensor, tensor.clone()) for name, tensor in read]
 
     def unchanged(self, run: RankRun) -> Judgement:
         """inputs_unchanged: the step's inputs, an op's by that op, and every result once an op has
@@ -125,15 +127,16 @@ def _inputs(workload: Workload) -> Iterator[tuple[str, Tensor]]:
                 yield name, value
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """A position-dependent checksum of the whole storage behind a tensor."""
+def fingerprint(tensor: Tensor) -> tuple[int, ...]:
+    """Position-dependent checksums of the whole storage behind a tensor, along rows and columns;
+    added up, they would not see a word's top bit, which counts 2^63 in each."""
     data = whole(tensor).view(torch.uint8)
     count = len(data) // 8
     rows = data[: count // _COLUMNS * _COLUMNS * 8].view(torch.int64).view(-1, _COLUMNS)
     # Sums along both axes, so that the storage is read twice and never copied.
     sums = [rows.sum(0), rows.sum(1), data[rows.numel() * 8 :].long()]
     odd = [(s * (2 * torch.arange(len(s), device=s.device) + 1)).sum() for s in sums]
-    return int(torch.stack(odd).sum())
+    return tuple(torch.stack(odd).tolist())
 
 
 def repeatable(first: Evidence, second: Evidence) -> Judgement:

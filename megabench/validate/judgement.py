@@ -118,6 +118,8 @@ def judge_equal(
     """Exact stages: every element bit for bit, where `mask` (broadcast) holds."""
     if got.shape != golden.shape:
         return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
+    if got.dtype != golden.dtype:
+        return Judgement(stage, problem=f"{got.dtype}, expected {golden.dtype}")
     wrong = bits_of(got) != bits_of(golden)
     if mask is not None:
         mask = _over(mask, wrong)

@@ -24,8 +24,8 @@ _TOKEN_BYTES = 32
 """A head's dim of a token: Q three times in bf16, output codes, golden's output and bounds."""
 _USABLE = 0.9
 """Of a device's memory, what a process may expect to have where nobody else is."""
-_TABLE_BYTES = 64 * (4 + 8 + 8)
-"""A position of the rotation table while it is made."""
+_TABLE_BYTES = 64 * (4 + 4 + 8 + 8)
+"""A position of the rotation table, of its copy to compare with, and while it is made."""
 
 
 def needed_bytes(case: Case, geometry: Geometry) -> int:

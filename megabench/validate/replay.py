@@ -151,10 +151,11 @@ def _cloned(holder: Holder) -> Holder:
 
 
 def _results(layer: DeepseekV4MegaAttnAttention, buffers: Buffers, output: Tensor) -> Results:
-    """What the last run of a step wrote."""
+    """What the last run of a step wrote; a copy of what the layer returned, whose memory may be the
+    next run's."""
     pair, groups = buffers.outputs[-1].pair, layer.n_local_groups
     codes, scales = output_meaning(pair.data[:, :groups], pair.scale[:, :groups])
-    named = [("codes", codes), ("scales", scales), ("output", output)]
+    named = [("codes", codes), ("scales", scales), ("output", output.clone())]
     if buffers.latents:
         named.append(("wo_a", buffers.latents[-1].tensor))
     return named

@@ -95,7 +95,7 @@ def _judge_rank(
     layer = store.layer(first, backend_name, rank)
     backend = store.backend(backend_name, case.page_layout)
     golden = store.model(case.model).golden
-    inputs = Inputs(first)
+    inputs = Inputs(first, layer)
     run = run_step(layer, backend, first, rank, POISONS[0])
     unchanged = inputs.unchanged(run)
     quantized = golden.quantized.shard(case.tp, rank)
@@ -118,7 +118,7 @@ def _judge_rank(
     draw = int(case.hash, 16)
     if rank == draw % case.tp:
         bind(layer, second)
-        inputs = Inputs(second)
+        inputs = Inputs(second, layer)
         again = run_step(layer, backend, second, rank, POISONS[1])
         found += [canaries(again, truth), inputs.unchanged(again)]
         found.append(repeatable(evidence, evidence_of(again)))

@@ -111,4 +111,5 @@ def run_step(
         result = forward(layer, workload)
     if workload.device.type == "cuda":
         torch.cuda.synchronize(workload.device)
-    return RankRun(layer, workload, rank, calls, buffers, *caches, result)
+    # A copy: what an op returns is its own again once the step has ended.
+    return RankRun(layer, workload, rank, calls, buffers, *caches, result.clone())

@@ -34,7 +34,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _JudgedWeights:
-    fingerprints: tuple[int, ...]
+    fingerprints: tuple[tuple[int, ...], ...]
     judgement: Judgement
 
 

@@ -49,10 +49,19 @@ OPS: dict[str, _Op] = {
     GLOBAL_TOPK: _Op(),
     COMBINE: _Op(),
     DECODE: _Op(
-        reads=("indices", "topk_length", "extra_indices", "extra_topk_length"),
+        reads=(
+            "indices",
+            "topk_length",
+            "extra_indices",
+            "extra_topk_length",
+            "token_positions",
+        ),
         writes=("out_fp8", "out_sf"),
     ),
-    PREFILL: _Op(reads=("kv", "indices", "topk_length"), writes=("out_fp8", "out_sf")),
+    PREFILL: _Op(
+        reads=("kv", "indices", "topk_length", "token_positions"),
+        writes=("out_fp8", "out_sf"),
+    ),
     EINSUM: _Op(writes=("out",)),
     "permute_q_b_proj": _Op(),
     "permute_wv_proj": _Op(),

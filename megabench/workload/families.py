@@ -28,6 +28,8 @@ _NVFP4_SCALE_CODES = (0x29, 0x2A, 0x2D, 0x2F)
 significands, so that a row has the 6 bits a row may have and is no e4m3 by itself."""
 FAR_KEY = 2.0**17
 """Of every NoPE dim: with queries near N(0, 1), all scores of a head are alike and near 10^5."""
+TINY_QUERY = 2.0**-64
+"""Of queries beside tiny keys, whose scores are all nearly 0 anyway: activations have no floor."""
 _SPIKE_ROWS = (0, 63, 64, 95)
 """Rows of a 96-row period that stand out: the edges of 64- and 96-row tiles."""
 
@@ -52,7 +54,8 @@ def key_values(family: Family, stream: Stream, rows: int, device: torch.device) 
             return torch.zeros(shape, device=device)
         case "one_hot":
             target = stream.below(torch.full((rows, 1), NOPE_DIM, device=device))
-            return (dim == target).to(torch.float32)
+            # Of either sign, so that some blocks have nothing above zero.
+            return (dim == target).to(torch.float32) * (1 - target % 2 * 2)
         case "ramp":
             return ((row * 3 + dim) % 15 - 7).to(torch.float32)
         case "monotone":
@@ -85,9 +88,13 @@ def query_values(
     if family == "equal_logits":
         return torch.zeros((tokens, width), device=device)
     normal = stream.normals(tokens, width, device=device)
-    if family == "outliers":
-        return torch.where(_dims(width, device) % 128 == 77, 64.0, 1.0) * normal
-    return normal
+    match family:
+        case "outliers":
+            return torch.where(_dims(width, device) % 128 == 77, 64.0, 1.0) * normal
+        case "tiny":
+            return normal * TINY_QUERY
+        case _:
+            return normal
 
 
 def cache_rows(

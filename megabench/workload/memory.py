@@ -24,7 +24,8 @@ from megabench.weights import linear_shapes
 
 _CACHE_COPIES = 3
 """The workload's, the layer's, and one kept to compare with."""
-_POOL_EXTRA_PAGES = 4
+_POOL_EXTRA_PAGES = 6
+"""The null page, three spare ones, one before the pool and one after it."""
 _BYTES_PER_ELEMENT = 16
 """Of a token's queries and outputs: kernel operands in bf16 and a float64 golden chunk."""
 _SCRATCH = 512 << 20

@@ -117,13 +117,14 @@ def build_pool(
     """A poisoned pool with one page for each `owned` (request, page number) pair.
 
     `width` is the block table's; `padding` is in records after each page; records take the bytes
-    of `poison` in turn.
+    of `poison` in turn. A page nobody owns lies before the pool and one after it, as another
+    layer's cache would: the pool begins inside its storage.
     """
     blocks = 1 + len(owned.row) + _SPARE_PAGES
     physical = 1 + permutation(stream, blocks - 1)[: len(owned.row)]
     table = torch.zeros((requests, width), dtype=torch.int32, device=device)
     table[owned.request, owned.row] = physical.to(device, torch.int32)
     stride = (page + padding) * record.nbytes
-    storage = striped(blocks * stride, poison, record.nbytes, device)
-    cache = storage.as_strided((blocks, page, record.nbytes), (stride, record.nbytes, 1))
-    return Pool(cache, table, page, record, layout)
+    storage = striped((blocks + 2) * stride, poison, record.nbytes, device)
+    pages = storage.as_strided((blocks + 2, page, record.nbytes), (stride, record.nbytes, 1))
+    return Pool(pages[1:-1], table, page, record, layout)

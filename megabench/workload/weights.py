@@ -121,7 +121,6 @@ def bind(layer: DeepseekV4MegaAttnAttention, workload: Workload) -> None:
 
 
 def clone_pages(cache: torch.Tensor) -> torch.Tensor:
-    """A copy of a paged cache with its page stride and the bytes between its pages."""
-    size = cache.shape[0] * cache.stride(0)
-    storage = cache.as_strided((size,), (1,)).clone()
-    return storage.as_strided(cache.shape, cache.stride())
+    """A copy of a paged cache with its page stride and the bytes around and between its pages."""
+    storage = cache.as_strided((cache.untyped_storage().nbytes(),), (1,), 0).clone()
+    return storage.as_strided(cache.shape, cache.stride(), cache.storage_offset())

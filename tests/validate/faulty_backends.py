@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megabench.backends import Backend, TorchBackend
-from megabench.quant import dequantize_mxfp8, quantize_kv_mxfp8
+from megabench.quant import alloc_mega_attn_output, dequantize_mxfp8, quantize_kv_mxfp8
 from megabench.validate.trace import (
     DECODE,
     PREFILL,
@@ -72,6 +72,9 @@ def faulty(fault: Fault, page_layout: str = "interleaved") -> TorchBackend:
             bound.apply_defaults()
             args = dict(bound.arguments)
             args.pop("self")
+            if name in ATTENTION and args["out_fp8"] is None:
+                pair = alloc_mega_attn_output(len(args["q"]), args["n_wv_group"], args["q"].device)
+                args |= {"out_fp8": pair.data, "out_sf": pair.scale}
             if fault.before is not None:
                 fault.before(args)
             result = getattr(TorchBackend, name)(self, *args.values())

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megabench.backends import TorchBackend
+from megabench.backends import TorchBackend, eager_attention, eager_matmul, torch_eager
 from megabench.backends.arguments import DecodeArguments, PrefillArguments
 from megabench.backends.base import Pair
+from megabench.backends.eager_attention import Attended, attend
+from megabench.faults.base import replaced
+from megabench.quant import quantize_kv_mxfp8
 
 
 def _elsewhere(args: DecodeArguments, **changes: Any) -> DecodeArguments:
@@ -167,7 +170,7 @@ class QueryAsScratch(TorchBackend):
 
     def decode(self, args: DecodeArguments) -> list[Tensor]:
         result = super().decode(args)
-        args.q.view(-1)[: args.q.numel() // 2].zero_()
+        args.q[: (len(args.q) + 1) // 2].zero_()
         return result
 
 
@@ -278,6 +281,47 @@ class SixteenBitRows(GlobalTopk):
         return torch.where(topk_indices < 0, topk_indices, topk_indices & 0xFFFF)
 
 
+class RoundsPrefillsTwice(TorchBackend):
+    """Rounds a prefill's output to bf16 before the cast; its decode does not."""
+
+    def prefill(self, args: PrefillArguments) -> list[Tensor]:
+        def attended(*given: Any) -> Attended:
+            right = attend(*given)
+            return replace(right, out=right.out.bfloat16().float())
+
+        with replaced(torch_eager, "attend", attended):
+            return super().prefill(args)
+
+
+class BlocksBelowZero(TorchBackend):
+    """Takes a prefill's block without a value above zero for one of zeros."""
+
+    def prefill(self, args: PrefillArguments) -> list[Tensor]:
+        def quantized(x: Tensor) -> Pair:
+            some = (x.unflatten(-1, (-1, 32)) > 0).any(-1)
+            return quantize_kv_mxfp8(torch.where(some.repeat_interleave(32, -1), x, 0.0))
+
+        with replaced(eager_attention, "quantize_kv_mxfp8", quantized):
+            return super().prefill(args)
+
+
+class ActivationsWithAFloor(TorchBackend):
+    """Quantizes activations with the amax floor that is the cache's alone."""
+
+    def linear(self, x: Tensor, w: Tensor, sw: Tensor) -> Tensor:
+        with replaced(eager_matmul, "quantize_activation", lambda x: quantize_kv_mxfp8(x.float())):
+            return super().linear(x, w, sw)
+
+
+class OneBlockOfTokens(TorchBackend):
+    """Decodes the first 128 tokens of a step."""
+
+    def decode(self, args: DecodeArguments) -> list[Tensor]:
+        right = super().decode(args)
+        right[0].view(torch.uint8)[128:] = 0
+        return right
+
+
 CASES: dict[type[TorchBackend], tuple[str, ...]] = {
     PagesInARow: ("r1-nvfp4-tp1-1q1s200_1q3s150_1q2",),
     OneKeyShortcut: ("r0-nvfp4-tp1-1q1s2",),
@@ -300,4 +344,8 @@ CASES: dict[type[TorchBackend], tuple[str, ...]] = {
     WindowsAsTheyWere: ("r1-nvfp4-tp1-3q1s300",),
     SixteenBitPositions: ("r0-nvfp4-tp1-q3s65540",),
     SixteenBitRows: ("r1-nvfp4-tp1-1q1s260k",),
+    RoundsPrefillsTwice: ("r0-auto-tp1-1q1s64_1q3s128-sink.none-equal_logits",),
+    BlocksBelowZero: ("r0-nvfp4-tp1-2q1s300_1q3s140-one_hot",),
+    ActivationsWithAFloor: ("r0-nvfp4-tp1-2q1s300_1q3s140-tiny",),
+    OneBlockOfTokens: ("r1-nvfp4-tp1-130q1s3",),
 }

@@ -107,7 +107,7 @@ def test_merging_adds_counts_and_keeps_the_worst_place() -> None:
 def slice_of(codes: torch.Tensor, scales: torch.Tensor, o: torch.Tensor, bound: float) -> Slice:
     nothing = torch.zeros(o.shape[:2])
     golden = Attended(o, torch.full_like(o, bound), *(nothing for _ in range(4)))
-    return Slice("decode", 0, codes, scales, None, None, golden, torch.ones(len(o)).bool())
+    return Slice("decode", 0, codes, scales, None, None, golden, torch.ones(len(o)).bool(), 64)
 
 
 def stages(part: Slice) -> dict[str, Judgement]:

@@ -46,9 +46,11 @@ class Slice:
     codes: Tensor
     scales: Tensor
     lse: Tensor | None
+    """Of all `padded_heads`, as is `max_logits`."""
     max_logits: Tensor | None
     golden: Attended
     valid: Tensor
+    padded_heads: int
 
 
 def attention(evidence: Evidence) -> list[Judgement]:
@@ -60,13 +62,12 @@ def attention(evidence: Evidence) -> list[Judgement]:
     return sorted(found, key=lambda judgement: judgement.stage == ROUNDING)
 
 
-def _returned(evidence: Evidence, phase: str) -> tuple[Tensor | None, Tensor | None]:
-    """lse and max_logits [t, H] of a phase; decode has no max_logits."""
-    live = evidence.run.heads
+def _returned(evidence: Evidence, phase: str) -> tuple[Tensor, Tensor | None]:
+    """lse and max_logits [t, padded heads] of a phase; decode has no max_logits."""
     if phase == "decode":
-        return evidence.call(DECODE).results[2][:, :live], None
+        return evidence.call(DECODE).results[2], None
     calls = evidence.calls(PREFILL, len(evidence.truth.chunks))
-    logits, lse = (torch.cat([call.results[i][:, :live] for call in calls]) for i in (2, 3))
+    logits, lse = (torch.cat([call.results[i] for call in calls]) for i in (2, 3))
     return lse, logits
 
 
@@ -105,10 +106,11 @@ def _slices(evidence: Evidence) -> Iterator[Slice]:
                 here.start,
                 codes[here],
                 scales[here],
-                None if lse is None else lse[chunk],
+                lse[chunk],
                 None if logits is None else logits[chunk],
                 golden,
                 truth.tokens.valid[here],
+                evidence.run.layer.padded_heads,
             )
 
 
@@ -128,8 +130,11 @@ def judge_slice(part: Slice) -> Iterable[Judgement]:
 
 def _judge_logs(stage: str, part: Slice, got: Tensor, golden: Tensor, bound: Tensor) -> Judgement:
     """Infinities (no valid row) exactly, everything else within its bound."""
-    if got.shape != golden.shape:
-        return Judgement(stage, problem=f"shape {list(got.shape)}, expected {list(golden.shape)}")
+    wanted = [len(golden), part.padded_heads]
+    if got.dtype != torch.float32 or list(got.shape) != wanted:
+        given = f"{got.dtype} {list(got.shape)}"
+        return Judgement(stage, problem=f"{given}, expected torch.float32 {wanted}")
+    got = got[:, : golden.shape[1]]
     error = torch.where(got == golden, 0.0, (got - golden).abs())
     return judge_ratio(
         stage,

@@ -1,5 +1,5 @@
-"""The attention ops once more, over index lists that the contract allows and no layer makes, and
-over padded heads that are not zero.
+"""The attention ops once more, called as the contract allows and no layer does: lists with
+holes, rows further apart than they are wide, padded heads that are not zero, no output pair.
 
 A layer's lists are dense and end in -1, so a kernel that ignores the length, takes -1 for a row, or
 starts its running maximum on a tile without a single valid row looks right on all of them.
@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megabench.validate.judgement import Judgement, judge_none, merge
+from megabench.validate.judgement import (
+    Judgement,
+    attempted,
+    judge_none,
+    merge,
+)
 from megabench.validate.poison import POISONS, CanariedOutput, fill_bytes
 from megabench.validate.stages.attention import ROUNDING, Slice, judge_slice
 from megabench.validate.stages.evidence import Evidence, UnobservedError, missing
@@ -34,6 +40,10 @@ _FAR = 2
 """Of them, that name slots outside any pool."""
 _PADDED_HEAD = 0x7F
 """Byte of the queries of padded heads: 3.4e38, which no live head may see."""
+_GAP = 64
+"""Elements between the rows of a spaced tensor; keeps rows aligned to 32 bytes."""
+_SPACED = ("q", "indices", "extra_indices")
+"""Arguments whose rows may lie further apart than they are wide."""
 
 
 def holed_lists(evidence: Evidence) -> list[Judgement]:
@@ -115,6 +125,12 @@ def _prefill_again(evidence: Evidence, which: Tensor, first: int) -> Iterator[Ju
     yield from _judge_again(evidence, "prefill", start + row, call, given, source)
 
 
+def spaced(tensor: Tensor) -> Tensor:
+    """A copy whose rows [n, ...] lie `_GAP` elements apart."""
+    rows = tensor.flatten(1)
+    return torch.nn.functional.pad(rows, (0, _GAP))[:, : rows.shape[1]].view(tensor.shape)
+
+
 def _judge_again(
     evidence: Evidence, phase: str, which: Tensor, call: Call, given: dict[str, Any], rows: Rows
 ) -> Iterator[Judgement]:
@@ -125,18 +141,14 @@ def _judge_again(
     positions = truth.tokens.position[which]
     if evidence.table is run.layer.cos_sin_cache:  # golden's own has only the step's positions
         positions = positions // 2
-    fenced = CanariedOutput.make(len(padded), run.layer.n_wv_group, padded.device, POISONS[0])
-    out = fenced.pair
     given |= {"q": padded, "token_positions": positions.int()}
-    given = {name: tensor.clone() for name, tensor in given.items()}  # an op may write its inputs
-    chunks = given["q"].view(len(padded), -1, padded.shape[1], Q_CHUNK)
-    fill_bytes(chunks[:, :, run.heads :], _PADDED_HEAD)
-    given |= {"out_fp8": out.data, "out_sf": out.scale}
-    results = getattr(run.layer.backend, call.op)(*{**call.args, **given}.values())
+    fenced = CanariedOutput.make(len(padded), run.layer.n_wv_group, padded.device, POISONS[0])
+    pair = fenced.pair.data, fenced.pair.scale
+    op, fresh = getattr(run.layer.backend, call.op), partial(_fresh, call, given, run.heads)
+    returned = op(*fresh(*pair).values())
     yield judge_none(STAGE, [("data", fenced.data.lost), ("scale", fenced.scale.lost)])
-    codes, scales = output_meaning(out.data[:, : run.groups], out.scale[:, : run.groups])
-    lse = results[-1][:, : run.heads]
-    logits = results[2][:, : run.heads] if phase == "prefill" else None
+    made = [returned, [*pair, *returned[2:]]]
+    yield attempted(STAGE, lambda: _allocated(op(*fresh(None, None).values()), made))
     for chunk, golden in attend_chunks(
         heads_from_padded_q(padded, run.heads),
         positions,
@@ -147,14 +159,34 @@ def _judge_again(
         evidence.dtype,
         sums_rounded_p=evidence.sums_rounded_p,
     ):
-        part = Slice(
-            phase,
-            chunk.start,
-            codes[chunk],
-            scales[chunk],
-            lse[chunk],
-            None if logits is None else logits[chunk],
-            golden,
-            truth.tokens.valid[which][chunk],
-        )
-        yield from (j for j in judge_slice(part) if j.stage != ROUNDING)
+        for data, scale, *logs in made:
+            codes, scales = output_meaning(data[:, : run.groups], scale[:, : run.groups])
+            part = Slice(
+                phase,
+                chunk.start,
+                codes[chunk],
+                scales[chunk],
+                logs[-1][chunk],
+                logs[0][chunk] if phase == "prefill" else None,
+                golden,
+                truth.tokens.valid[which][chunk],
+                run.layer.padded_heads,
+            )
+            yield from (j for j in judge_slice(part) if j.stage != ROUNDING)
+
+
+def _fresh(
+    call: Call, given: dict[str, Any], heads: int, out_fp8: Tensor | None, out_sf: Tensor | None
+) -> dict[str, Any]:
+    """A call's arguments but for `given`, copies, for an op may write its inputs: rows of queries
+    and lists spaced, queries of padded heads huge."""
+    copies = {k: spaced(t) if k in _SPACED else t.clone() for k, t in given.items()}
+    tokens, padded_heads, _ = copies["q"].shape
+    fill_bytes(copies["q"].view(tokens, -1, padded_heads, Q_CHUNK)[:, :, heads:], _PADDED_HEAD)
+    return {**call.args, **copies, "out_fp8": out_fp8, "out_sf": out_sf}
+
+
+def _allocated(results: list[Tensor], made: list[list[Tensor]]) -> Judgement:
+    """Take in what an op made that was given no output pair."""
+    made.append(results)
+    return Judgement(STAGE)

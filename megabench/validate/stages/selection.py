@@ -85,19 +85,25 @@ def decode_lists(evidence: Evidence) -> Judgement:
 def _global_topk(stage: str, evidence: Evidence, call: Call) -> Iterable[Judgement]:
     work, truth = evidence.truth.workload, evidence.truth
     assert work.topk_indices is not None
+    rows, lens = global_rows(evidence, work.topk_indices[: truth.decode_tokens])
+    valid = truth.tokens.valid[: truth.decode_tokens]
+    yield judge_equal(stage, call.results[0], rows, COLUMN, valid).at(list="global top-k")
+    yield judge_equal(stage, call.results[1], lens, ("token",)).at(list="global top-k length")
+
+
+def global_rows(evidence: Evidence, topk: Tensor) -> tuple[Tensor, Tensor]:
+    """Golden slots and lengths of the decode tokens, whose top-k rows are `topk [t, n]`."""
+    work, truth = evidence.truth.workload, evidence.truth
     assert work.compressed_block_table is not None
     assert work.compressed_cache is not None
     decoded = slice(0, truth.decode_tokens)
-    valid = truth.tokens.valid[decoded]
-    rows, lens = global_topk(
-        work.topk_indices[decoded],
+    return global_topk(
+        topk,
         truth.tokens.request[decoded],
         work.compressed_block_table,
         work.compressed_cache.shape[1],
-        valid,
+        truth.tokens.valid[decoded],
     )
-    yield judge_equal(stage, call.results[0], rows, COLUMN, valid).at(list="global top-k")
-    yield judge_equal(stage, call.results[1], lens, ("token",)).at(list="global top-k length")
 
 
 def prefill_lists(evidence: Evidence) -> Judgement:
@@ -110,7 +116,7 @@ def prefill_lists(evidence: Evidence) -> Judgement:
         return missing(stage, why)
     found: list[Judgement] = [Judgement(stage)]
     for chunk, combine, attend in zip(chunks, made, read, strict=True):
-        golden, lens = _combined(evidence, chunk)
+        golden, lens = combined(evidence, chunk, prefill_topk(evidence, chunk))
         first = (chunk.tokens.start,)
         found.append(judge_equal(stage, combine.results[0], golden, COLUMN, None, first))
         found.append(judge_equal(stage, combine.results[1], lens, ("token",), None, first))
@@ -118,13 +124,20 @@ def prefill_lists(evidence: Evidence) -> Judgement:
     return merge(found)[0]
 
 
-def _combined(evidence: Evidence, chunk: Prefill) -> tuple[Tensor, Tensor]:
+def prefill_topk(evidence: Evidence, chunk: Prefill) -> Tensor:
+    """int32 [t, topk]: the top-k rows of a chunk's tokens; none of them on SWA-only layers."""
     truth, work = evidence.truth, evidence.truth.workload
     topk = work.topk_indices
     if topk is None:
         topk = torch.empty((truth.num_tokens, 0), dtype=torch.int32, device=work.device)
+    return topk[chunk.tokens]
+
+
+def combined(evidence: Evidence, chunk: Prefill, topk: Tensor) -> tuple[Tensor, Tensor]:
+    """Golden lists and lengths of a chunk whose tokens have these top-k rows."""
+    truth = evidence.truth
     return prefill_combined(
-        topk[chunk.tokens],
+        topk,
         chunk.query_start_loc,
         chunk.seq_lens,
         chunk.gather_lens,
