@@ -29,7 +29,7 @@ SM90 = {
     "decode-fp8": ("decode-fp8-clusters", "decode-fp8-persistent"),
     "decode-fp4": ("decode-fp4-clusters", "decode-fp4-persistent"),
     "prefill": ("prefill", "einsum-1", "einsum-9", "einsum-257"),
-    "einsum-17": ("einsum-3", "einsum-17", "linear"),
+    "einsum-17": ("einsum-2", "einsum-3", "einsum-17", "linear"),
     "einsum-33": ("einsum-5", "einsum-33"),
     "einsum-65": ("einsum-65",),
 }

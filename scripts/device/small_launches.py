@@ -150,7 +150,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "decode-fp4-clusters": lambda: decode_clusters(NVFP4),
     "decode-fp4-persistent": lambda: decode_persistent(NVFP4),
     "prefill": prefill,
-    **{f"einsum-{tokens}": partial(einsum, tokens) for tokens in (1, 3, 5, 9, 17, 33, 65, 257)},
+    **{f"einsum-{tokens}": partial(einsum, tokens) for tokens in (1, 2, 3, 5, 9, 17, 33, 65, 257)},
     "linear": lambda: linear(Sm90Backend(), 3),
     "triton-decode-fp8": lambda: triton_decode(528),
     "triton-decode-fp4": lambda: triton_decode(288),

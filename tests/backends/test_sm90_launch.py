@@ -255,6 +255,32 @@ def test_the_dense_product_reads_boxes_of_a_tile_from_a_step_of_more_groups(
     assert len(driver.maps) == 1
 
 
+@pytest.mark.parametrize(
+    ("groups", "build", "grid"), [(8, 8, (16, 8, 1)), (4, 4, (32, 4, 1)), (1, 1, (128, 1, 1))]
+)
+def test_the_product_of_one_token_has_a_build_for_its_tiles(
+    driver: Driver,
+    monkeypatch: pytest.MonkeyPatch,
+    groups: int,
+    build: int,
+    grid: tuple[int, int, int],
+) -> None:
+    builds: list[tuple[str, ...]] = []
+
+    def load(source: str, name: str, shared: int, defines: tuple[str, ...]) -> str:
+        builds.append(defines)
+        return name
+
+    monkeypatch.setattr(module, "load_function", load)
+    x, x_scale = torch.empty(1, groups, 4096), torch.empty(1, groups, 32)
+    w, w_scale = torch.empty(groups, 1024, 4096), torch.empty(groups, 32, 1024).transpose(1, 2)
+    skinny_launch.launch(x, x_scale, w, w_scale, torch.empty(1, groups, 1024))
+    (launch,) = driver.launches
+    assert (launch["function"], launch["grid"]) == ("sm90_single_product", grid)
+    assert (launch["threads"], launch["shared"]) == ((512, 1, 1), 0)
+    assert builds == [(f"TILES={build}",)]
+
+
 @pytest.mark.parametrize(("tokens", "groups", "grid"), [(1, 8, (16, 8, 1)), (8, 1, (64, 1, 1))])
 def test_the_skinny_product_has_a_cta_for_a_few_tiles_of_a_group(
     driver: Driver, tokens: int, groups: int, grid: tuple[int, int, int]

@@ -33,6 +33,7 @@ EINSUM = ("bhr,hdr->bhd", (1, 1, 32))
 BUILDS = [
     *(("product.cu", build.defines) for build in STREAMED),
     *(("skinny.cu", (f"TOKENS={room}",)) for room in skinny_launch.TOKENS),
+    *(("single.cu", (f"TILES={tiles}",)) for tiles in skinny_launch.SINGLE_TILES),
     ("dense.cu", ()),
     ("activation.cu", ()),
 ]
@@ -66,6 +67,12 @@ def test_the_kernels_compile_without_spills_or_serialised_wgmma(
             f"kWarps == {skinny_launch.WARPS} && kPieceWords == {skinny_launch.PIECE_WORDS} && "
             f"4 * kSum == {skinny_launch.sums_bytes(8)}",
         ),
+        (
+            "single.cu",
+            skinny_launch.Params,
+            f"kTileRows == {skinny_launch.SINGLE_ROWS} && kThreads == {skinny_launch.THREADS} && "
+            f"kWarps * kPieceColumns == {skinny_launch.SINGLE_COLUMNS} && kTiles == 8",
+        ),
         ("dense.cu", dense_launch.Params, "kTokens == 128 && kWidth == 256 && kThreads == 384"),
         ("activation.cu", quantize_launch.Params, "kThreads * kEach == 1024"),
     ],
@@ -79,7 +86,8 @@ def test_the_launchers_and_the_kernels_lay_parameters_out_alike(
     lines.append(f"static_assert({facts});")
     source = tmp_path / "layout_check.cu"
     source.write_text("\n".join(lines))
-    compile_cuda(source, tmp_path, *(["-DTOKENS=8"] if entry == "skinny.cu" else []))
+    defines = {"skinny.cu": ["-DTOKENS=8"], "single.cu": ["-DTILES=8"]}
+    compile_cuda(source, tmp_path, *defines.get(entry, []))
 
 
 @needs_nvcc
@@ -306,6 +314,31 @@ def test_skinny_tiles_are_shared_out_so_that_each_multiprocessor_has_a_cta(
 
 def test_skinny_tiles_whose_sums_do_not_fit_take_more_ctas() -> None:
     assert skinny_launch.tiles_each(8192, 1, 7, 132) == 7
+
+
+@pytest.mark.parametrize(
+    ("row_tiles", "groups", "tiles"),
+    [(128, 8, 8), (128, 4, 4), (128, 2, 2), (128, 1, 1), (256, 8, 8), (16, 1, 1)],
+)
+def test_one_token_has_a_cta_for_each_multiprocessor_while_a_build_has_the_tiles(
+    row_tiles: int, groups: int, tiles: int
+) -> None:
+    assert skinny_launch.single_tiles(row_tiles, groups, 132) == tiles
+
+
+def test_one_token_has_a_kernel_of_its_own_where_scales_load_four_rows_at_once() -> None:
+    pair = alloc_mega_attn_output(2, 2, torch.device("cpu"))
+    x, (_, packed) = pair.data[:1], weight()
+    assert skinny_launch.single_serves(x, packed)
+    by_rows = packed.contiguous()
+    shifted = torch.empty(packed.numel() + 1, dtype=torch.int32)[1:].as_strided(
+        packed.shape, packed.stride()
+    )
+    ragged = torch.empty_strided(packed.shape, (32 * 257, 1, 257), dtype=torch.int32)
+    for scale in (by_rows, shifted, ragged):
+        assert not skinny_launch.single_serves(x, scale)
+    assert not skinny_launch.single_serves(pair.data, packed)
+    assert not skinny_launch.single_serves(x[..., :2048], packed[..., :16])
 
 
 def test_operands_carry_the_strides_of_a_step_and_its_live_groups() -> None:

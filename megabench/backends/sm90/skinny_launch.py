@@ -1,4 +1,5 @@
-"""Launches the product for a handful of tokens."""
+"""Launches the products for a handful of tokens: single.cu for one, where its loads fit the shape,
+else skinny.cu."""
 
 from __future__ import annotations
 
@@ -14,6 +15,11 @@ TOKENS = (2, 4, 8)
 """Most tokens of each build."""
 ROWS, THREADS, WARPS = 16, 512, 16
 PIECE_WORDS = 2
+SINGLE_SOURCE, SINGLE_NAME = "single.cu", "sm90_single_product"
+SINGLE_ROWS = 8
+SINGLE_TILES = (1, 2, 4, 8)
+"""Tiles of a CTA, of each build. Eight have 64 rows: a weight has a multiple of 128."""
+SINGLE_COLUMNS = WARPS * PIECE_WORDS * STAGE_COLUMNS
 SUMS_BYTES = 65_536
 """Shared memory of a CTA: the sums of its tiles' pieces."""
 OFFSETS = 1 << 32
@@ -21,7 +27,7 @@ OFFSETS = 1 << 32
 
 
 class Params(ctypes.Structure):
-    """`Params` of skinny.cuh, field for field."""
+    """`Params` of skinny_math.cuh, field for field."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -81,6 +87,26 @@ def tiles_each(row_tiles: int, groups: int, most: int, multiprocessors: int) -> 
     return each
 
 
+def single_serves(x: torch.Tensor, w_scale: torch.Tensor) -> bool:
+    """Whether single.cu takes the activations and scale words of a call: one token, rows of
+    SINGLE_COLUMNS, and words of neighbouring rows side by side, four to an aligned load."""
+    quads = all(step % 4 == 0 for step in (w_scale.stride(0), w_scale.stride(2)))
+    aligned = quads and w_scale.stride(1) == 1 and w_scale.data_ptr() % 16 == 0
+    return x.shape[0] == 1 and x.shape[2] == SINGLE_COLUMNS and aligned
+
+
+def single_tiles(row_tiles: int, groups: int, multiprocessors: int) -> int:
+    """Tiles of a CTA of single.cu: of its builds, the first that needs no more CTAs than there are
+    multiprocessors, else the last."""
+    fitting = (n for n in SINGLE_TILES if row_tiles // n * groups <= multiprocessors)
+    return next(fitting, SINGLE_TILES[-1])
+
+
+def single_kernel(device_index: int, tiles: int) -> Kernel:
+    """The kernel for one token whose CTAs have `tiles` tiles."""
+    return kernel(device_index, SINGLE_SOURCE, SINGLE_NAME, 0, (f"TILES={tiles}",))
+
+
 def skinny_kernel(device_index: int, room: int) -> Kernel:
     """The kernel for up to `room` tokens."""
     return kernel(device_index, SOURCE, NAME, SUMS_BYTES, (f"TOKENS={room}",))
@@ -95,19 +121,27 @@ def launch(
 ) -> None:
     """out bf16 [b, h, d] = x e4m3 [b, h, r] times w e4m3 [h, d, r], with int32 scale words
     [b, h, r/128] and [h, d, r/128], on torch's current stream."""
-    (tokens, groups, columns), row_tiles = x.shape, w.shape[1] // ROWS
+    listed, index = operands(x, x_scale, w, w_scale, out), out.device.index or 0
+    if single_serves(x, w_scale):
+        _launch_single(index, w.shape, listed)
+    else:
+        _launch_skinny(index, w.shape, listed, x.shape[0])
+
+
+def _launch_single(index: int, shape: torch.Size, listed: tuple[int, ...]) -> None:
+    groups, row_tiles = shape[0], shape[1] // SINGLE_ROWS
+    properties = torch.cuda.get_device_properties(index)
+    tiles = single_tiles(row_tiles, groups, properties.multi_processor_count)
+    params = Params(*listed, row_tiles, tiles, WARPS, WARPS, 1)
+    single_kernel(index, tiles).launch(params, (row_tiles // tiles, groups), THREADS)
+
+
+def _launch_skinny(index: int, shape: torch.Size, listed: tuple[int, ...], tokens: int) -> None:
+    groups, row_tiles, pieces = shape[0], shape[1] // ROWS, pieces_of(shape[2])
     room = next(room for room in TOKENS if tokens <= room)
-    made = skinny_kernel(out.device.index or 0, room)
-    pieces = pieces_of(columns)
+    made = skinny_kernel(index, room)
     wide = min(pieces, WARPS)
     most = min(row_tiles, SUMS_BYTES // (pieces * sums_bytes(room)))
     each = tiles_each(row_tiles, groups, most, made.multiprocessors)
-    params = Params(
-        *operands(x, x_scale, w, w_scale, out),
-        row_tiles,
-        each,
-        pieces,
-        wide,
-        WARPS // wide,
-    )
+    params = Params(*listed, row_tiles, each, pieces, wide, WARPS // wide)
     made.launch(params, (-(-row_tiles // each), groups), THREADS)
