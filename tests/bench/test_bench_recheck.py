@@ -128,6 +128,29 @@ def test_an_output_that_is_right_and_written_again_before_the_device_is_idle_is_
     assert wrong == "outputs are still written when the clock has stopped"
 
 
+@pytest.mark.parametrize(
+    ("plain_us", "changed_us", "caught"),
+    [(9.0, 25.0, False), (9.0, 90.0, True), (70.0, 90.0, False)],
+    ids=["as fast as ever", "done before", "on a machine that is busy now"],
+)
+def test_a_changed_input_may_take_no_longer_than_samples_do_now(
+    plain_us: float, changed_us: float, caught: bool
+) -> None:
+    x, _, copy, expected = case()
+    plain = x.clone()
+
+    class Clocked(Replay):
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            taken = plain_us if torch.equal(x, plain) else changed_us
+            return self._run(), lambda: taken
+
+    wrong = recheck([copy], Clocked(copy.run), expected, 9.0)
+    assert (wrong is not None) == caught
+    assert not caught or wrong == (
+        "with a changed input it takes 90.0 us, not 9.0: the samples found their work done"
+    )
+
+
 def test_every_copy_is_compared_and_the_wrong_one_is_named() -> None:
     x, _, copy, expected = case()
     lazy = Copy(lambda: [x * 3.0], [Target(torch.empty(8))], flippable=x)
