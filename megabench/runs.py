@@ -9,10 +9,11 @@ from pathlib import Path
 import click
 import torch
 
-from megabench.backends import BackendError, Support, choose_backend, get_backend
+from megabench.backends import Backend, BackendError, Support, choose_backend, get_backend
 from megabench.cases import Case, Suite, nearest
-from megabench.formats import PAGE_LAYOUTS
+from megabench.formats import PAGE_LAYOUTS, KVRecord
 from megabench.geometry import Geometry
+from megabench.reasons import reason_of
 from megabench.results import (
     BackendInfo,
 )
@@ -148,7 +149,7 @@ def _require_support(
     reasons: dict[str, None] = {}
     for model, layout, record in {(c.model, c.page_layout, c.record) for c in cases}:
         try:
-            support = get_backend(name, layout).supports(geometries[model], device, record)
+            support = _support(get_backend(name, layout), geometries[model], device, record)
         except BackendError as error:
             support = Support(False, str(error))
         if support.ok:
@@ -158,6 +159,19 @@ def _require_support(
         raise BackendError(f"backend {name} on {device}: {'; '.join(sorted(reasons))}")
 
 
+def _support(
+    backend: Backend, geometry: Geometry, device: torch.device, record: KVRecord
+) -> Support:
+    """What a backend says it serves; BackendError when it raises or says something else."""
+    try:
+        support: object = backend.supports(geometry, device, record)
+    except Exception as error:
+        raise BackendError(f"supports raised {reason_of(error)}") from error
+    if not isinstance(support, Support):
+        raise BackendError(f"supports returned {support!r}, not a Support")
+    return support
+
+
 def backend_infos(names: Sequence[str], device: torch.device) -> list[BackendInfo]:
     """What each backend says of the packaged model on a device."""
     geometry, case = Geometry.load(), Case(batch="1q1")
@@ -165,7 +179,7 @@ def backend_infos(names: Sequence[str], device: torch.device) -> list[BackendInf
     for name in names:
         try:
             backend = get_backend(name)
-            support = backend.supports(geometry, device, case.record)
+            support = _support(backend, geometry, device, case.record)
             version = getattr(backend, "version", None)
             infos.append(
                 BackendInfo(name=name, supported=support.ok, reason=support.reason, version=version)

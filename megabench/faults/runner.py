@@ -13,6 +13,7 @@ from megabench.cases.case import DEFAULT_MODEL
 from megabench.devices import make_current
 from megabench.faults.base import Fault, PutOn
 from megabench.faults.witness import Witness
+from megabench.reasons import reason_of
 from megabench.results import StageResult
 from megabench.validate import Store, validate_case
 from megabench.validate.runner import skip_reason
@@ -83,7 +84,7 @@ class Trials:
         try:
             right = self._run_right(case, fault.wear.right)
         except Exception as error:
-            reason = f"without it {fault.case} raises {_said(error)}"
+            reason = f"without it {fault.case} raises {reason_of(error)}"
             return Finding(fault, "error", reason=reason)
         wrong = [stage for stage in right.stages if stage.verdict and not stage.ok]
         if wrong:
@@ -92,7 +93,7 @@ class Trials:
         try:
             run = self._run(case, fault.wear.faulty)
         except Exception as error:
-            return Finding(fault, "killed", {RAISED: True}, _said(error))
+            return Finding(fault, "killed", {RAISED: True}, reason_of(error))
         return _judge(fault, run, changed=run.digest != right.digest)
 
     def _run_right(self, case: Case, put_on: PutOn) -> _Run:
@@ -110,10 +111,6 @@ class Trials:
             self._store.on_rank = witness.rank
             stages = validate_case(case, WORN, self._store.device, self._store)
         return _Run(witness.digest(), stages)
-
-
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _plain_id(case: Case) -> str:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from pydantic import ValidationError
+
 from megabench.isolate.messages import CaseRow, Done, Job, Ready, Setup
 from megabench.isolate.process import Ending, Worker
 from megabench.isolate.tasks import ended_row
@@ -87,14 +89,17 @@ class _Seat:
         assert self.worker is not None
         quiet = self.worker.read_output(self.output_limit)
         gone = self.worker.exited()  # before reading, so that nothing said is missed
-        for message in self.worker.messages():
-            match message:
-                case Ready():
-                    self.ready, self.since, self.failed_starts = True, time.monotonic(), 0
-                case Done():
-                    return message
-                case _:
-                    self.rows.append(message)
+        try:
+            for message in self.worker.messages():
+                match message:
+                    case Ready():
+                        self.ready, self.since, self.failed_starts = True, time.monotonic(), 0
+                    case Done():
+                        return self._complete(message)
+                    case _:
+                        self.rows.append(message)
+        except ValidationError:
+            return Ending("output", "what came for the rows is no row", self.worker.tail)
         if gone:
             return self.worker.ending()
         if not quiet:
@@ -103,6 +108,17 @@ class _Seat:
             return Ending("output", reason, self.worker.tail)
         limit = self._limit()
         return self.worker.hung(limit) if self.seconds > limit else None
+
+    def _complete(self, done: Done) -> Ending | Done:
+        """A job's end, unless rows are missing or another job's: a backend wrote among them."""
+        assert self.job is not None
+        assert self.worker is not None
+        cases = [row for row in self.rows if isinstance(row, CaseResult)]
+        keys = [(row.case_id, row.case_hash, row.backend) for row in cases]
+        if done.cause is not None or sorted(keys) == sorted(self.job.keys):
+            return done
+        self.rows = []
+        return Ending("output", "the rows that came are not the case's", self.worker.tail)
 
     @property
     def seconds(self) -> float:

@@ -21,6 +21,7 @@ from pydantic import BaseModel
 
 from megabench.isolate.messages import SETUP, CaseRow, Done, Job, Ready
 from megabench.isolate.tasks import Task, make_task
+from megabench.reasons import reason_of
 from megabench.results import CaseResult
 from megabench.results.schema import Cause
 
@@ -50,7 +51,9 @@ def main() -> None:
         for row in first:
             send(row)
         send(Ready())
+        home = Path.cwd()
         for line in jobs:
+            os.chdir(home)  # a backend may have gone elsewhere; paths of cases are relative
             done = attempt(task, Job.model_validate_json(line), torch.device(setup.device), send)
             send(done)
             if done.cause is not None:
@@ -63,8 +66,7 @@ def attempt(task: Task, job: Job, device: torch.device, send: Callable[[BaseMode
         rows = task(job)
         trouble = _trouble(rows, device)
     except BaseException as stop:  # sys.exit or KeyboardInterrupt of a backend
-        reason = " ".join(f"{type(stop).__name__}: {stop}".split())
-        return Done(cause="exit", reason=f"the backend raised {reason}")
+        return Done(cause="exit", reason=f"the backend raised {reason_of(stop)}")
     if trouble is not None:
         return trouble
     for row in rows:

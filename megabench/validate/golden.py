@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,6 +68,21 @@ class GoldenWeights:
             _shard(whole.wo_b, tp, rank, dim=1),
             sinks.chunk(tp)[rank],
         )
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Golden products in float32 whatever a backend's module has set for its own (TF32)."""
+    on_gpu, on_cpu = torch.backends.cuda, cast(Any, torch.backends.mkldnn)
+    settings = on_gpu.matmul, on_cpu.matmul
+    kept = [setting.fp32_precision for setting in settings]
+    for setting in settings:
+        setting.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for setting, precision in zip(settings, kept, strict=True):
+            setting.fp32_precision = precision
 
 
 def live_heads(model: Model, tp: int) -> int:

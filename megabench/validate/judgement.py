@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megabench.reasons import reason_of
 from megabench.results.schema import StageResult
 
 Axes = tuple[str, ...]
@@ -215,8 +216,7 @@ def attempted(stage: str, judge: Callable[[], Judgement]) -> Judgement:
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        return Judgement(stage, problem=f"the step raised {reason}")
+        return Judgement(stage, problem=f"the step raised {reason_of(error)}")
 
 
 def _numbers(*scalars: Tensor) -> list[float]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from megabench.backends import BackendError
 from megabench.cases import Case
 from megabench.geometry import Geometry, topology_problem
+from megabench.reasons import reason_of
 from megabench.results.schema import CaseResult, StageResult, Status
 from megabench.validate.batches import batch_invariance
 from megabench.validate.chain import chain_error
+from megabench.validate.golden import full_precision
 from megabench.validate.guards import Inputs, canaries, repeatable
 from megabench.validate.judgement import Judgement, attempted, merge
 from megabench.validate.memory import memory_problem
@@ -80,7 +82,8 @@ def validate_case(
             latents.append(projection.latent(evidence))
     stages = [sign_test(j) if j.stage == "rounding_direction" else j for j in merge(found)]
     if case.tp > 1 and len(latents) == case.tp:
-        stages.append(tp_sum(latents, outputs, golden.prepared.wo_b))
+        with full_precision():
+            stages.append(tp_sum(latents, outputs, golden.prepared.wo_b))
     results = [stage.result() for stage in stages]
     return [*results, chain_error(truth, golden, outputs)]
 
@@ -113,7 +116,9 @@ def _judge_rank(
         )
 
     evidence = evidence_of(run)
-    found = [rotation, store.judge_weights(run, quantized), *judge_rank(evidence)]
+    found = [rotation, store.judge_weights(run, quantized)]
+    with full_precision():
+        found += judge_rank(evidence)
     found += [canaries(run, truth), unchanged]
     draw = int(case.hash, 16)
     if rank == draw % case.tp:
@@ -145,7 +150,7 @@ def examine(
     except Skipped as skipped:
         status, reason = "skipped", str(skipped)
     except Exception as error:
-        status, reason = "error", " ".join(f"{type(error).__name__}: {error}".split())
+        status, reason = "error", reason_of(error)
         gc.collect()
     return CaseResult(
         suite=case.suite,

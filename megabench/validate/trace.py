@@ -39,15 +39,17 @@ class _Op:
     """Written in place; their whole storage is copied, page padding included."""
     writes: tuple[str, ...] = ()
     """Written, perhaps a slice of a larger storage, whose other words are watched."""
+    gives: int = 0
+    """Tensors it returns."""
 
 
 OPS: dict[str, _Op] = {
-    LINEAR: _Op(),
-    PAD_AND_INSERT: _Op(caches=("swa_cache",)),
+    LINEAR: _Op(gives=1),
+    PAD_AND_INSERT: _Op(caches=("swa_cache",), gives=1),
     INSERT_COMPRESSED: _Op(caches=("cache",)),
     GATHER: _Op(),
-    GLOBAL_TOPK: _Op(),
-    COMBINE: _Op(),
+    GLOBAL_TOPK: _Op(gives=2),
+    COMBINE: _Op(gives=2),
     DECODE: _Op(
         reads=(
             "indices",
@@ -57,14 +59,16 @@ OPS: dict[str, _Op] = {
             "token_positions",
         ),
         writes=("out_fp8", "out_sf"),
+        gives=3,
     ),
     PREFILL: _Op(
         reads=("kv", "indices", "topk_length", "token_positions"),
         writes=("out_fp8", "out_sf"),
+        gives=4,
     ),
     EINSUM: _Op(writes=("out",)),
-    "permute_q_b_proj": _Op(),
-    "permute_wv_proj": _Op(),
+    "permute_q_b_proj": _Op(gives=2),
+    "permute_wv_proj": _Op(gives=2),
 }
 
 
@@ -116,10 +120,23 @@ def _copies(args: dict[str, Any], names: tuple[str, ...]) -> dict[str, Tensor]:
     return {name: args[name].clone() for name in names if isinstance(args.get(name), Tensor)}
 
 
-def _tensors(result: Any) -> tuple[Tensor, ...]:
-    if result is None:
-        return ()
-    return (result,) if isinstance(result, Tensor) else tuple(result)
+def _tensors(result: Any, count: int) -> tuple[Tensor, ...]:
+    """What an op returned; TypeError unless it is `count` tensors, where any are due."""
+    given = (result,) if isinstance(result, Tensor) or result is None else tuple(result)
+    kinds = [type(part).__name__ for part in given]
+    if count and not (len(given) == count and all(isinstance(part, Tensor) for part in given)):
+        raise TypeError(f"returned {', '.join(kinds)}, expected {count} x Tensor")
+    return given if count else ()
+
+
+@contextmanager
+def _named(op: str) -> Iterator[None]:
+    """Say which op it was, of whatever is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in {op}")
+        raise
 
 
 class TracingBackend:
@@ -167,11 +184,12 @@ class TracingBackend:
             before = _copies(args, op.reads)
             written = [n for n in op.writes if isinstance(args[n], Tensor)]
             beside = {n: unowned_words(args[n]) for n in written}
-            result = method(*positional, **named)
+            with _named(name):
+                result = method(*positional, **named)
+                returned = _tensors(result, op.gives)
             check_launch(name, args)
             trespass = {n: bits_of(args[n]) != bits_of(then) for n, then in before.items()}
             trespass |= {n: unowned_words(args[n]) != then for n, then in beside.items()}
-            returned = _tensors(result)
             after = _copies(args, op.writes)
             after |= {cache: snapshot(args[cache]) for cache in op.caches}
             results = tuple(t.clone() for t in returned)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 import megabench.validate.memory as memory
+import megabench.validate.runner as runner
 import megabench.validate.store as store_module
 from megabench.backends import Support, TorchBackend
 from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.validate import Skipped, Store, examine, validate_case
+from megabench.validate.judgement import Judgement
 from megabench.validate.poison import POISONS, CanariedOutput
+from megabench.validate.stages import Evidence
 
 CPU = torch.device("cpu")
 MakeCase = Callable[..., Case]
@@ -154,7 +158,7 @@ class Broken(TorchBackend):
 def test_a_backend_that_raises_is_an_error_in_one_line(make_case: MakeCase, store: Store) -> None:
     store.add_backend("broken", Broken())
     row = examine(make_case(), "broken", CPU, store)
-    assert (row.status, row.reason) == ("error", "RuntimeError: no such instruction")
+    assert (row.status, row.reason) == ("error", "RuntimeError: no such instruction (in linear)")
     assert examine(make_case(), "torch", CPU, store).status == "passed"
 
 
@@ -197,3 +201,31 @@ def test_backends_that_take_turns_load_their_weights_once(
         for name in ("torch", "megabench.backends:TorchBackend"):
             assert all(s.ok for s in validate_case(make_case(batch=batch), name, CPU, store))
     assert len(loaded) == 2
+
+
+class Coarse(TorchBackend):
+    """Has torch multiply its float32 in less, for good."""
+
+    def linear(self, *args: Any) -> torch.Tensor:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        return super().linear(*args)
+
+
+def test_golden_products_are_in_float32_whatever_a_backend_sets(
+    make_case: MakeCase, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting, seen = torch.backends.cuda.matmul, []
+    judge = runner.judge_rank
+
+    def watched(evidence: Evidence) -> list[Judgement]:
+        seen.append(setting.fp32_precision)
+        return judge(evidence)
+
+    monkeypatch.setattr(runner, "judge_rank", watched)
+    store.add_backend("coarse", Coarse())
+    kept = setting.fp32_precision
+    try:
+        validate_case(make_case(), "coarse", CPU, store)
+        assert (seen, setting.fp32_precision) == (["ieee"], "tf32")
+    finally:
+        setting.fp32_precision = kept

@@ -107,3 +107,17 @@ def test_a_snapshot_shares_no_memory_and_keeps_offset_and_strides() -> None:
     base.zero_()
     assert kept.tolist() == [[6, 8, 10], [12, 14, 16], [18, 20, 22]]
     assert kept.stride() == view.stride()
+
+
+class Short(TorchBackend):
+    """Gives nothing back."""
+
+    def linear(self, *args: Any) -> Any:
+        return None
+
+
+def test_an_op_that_gives_back_too_little_is_named() -> None:
+    tracing = TracingBackend(Short())
+    with tracing.recording(), pytest.raises(TypeError, match="returned NoneType") as raised:
+        tracing.linear(*linear_arguments())
+    assert raised.value.__notes__ == ["in linear"]
