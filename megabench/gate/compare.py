@@ -26,7 +26,7 @@ from megabench.gate.findings import Finding, GateResult, nothing_compared
 from megabench.gate.observe import WHOLE, Key, Observed, PairKey, TimeKey, observe
 from megabench.gate.policy import Policy
 from megabench.gate.pool import Change, Pairs, Times, compare_pairs, compare_times
-from megabench.gate.processes import cut_short, header_of, rows_of
+from megabench.gate.processes import check_rerun, cut_short, header_of, rows_of
 from megabench.gate.verdicts import (
     ORDER,
     Decision,
@@ -54,14 +54,18 @@ class _Recorded:
 def compare(
     baseline: Baseline, runs: list[Run], policy: Policy, rerun: list[Run] | None = None
 ) -> GateResult:
-    """Judge a run's processes, and those of its re-run where there are any, by a baseline."""
+    """Judge a run's processes, and those of its re-run where there are any, by a baseline.
+
+    GateError when the re-run is of other code or of another machine.
+    """
+    rerun = rerun or []
+    check_rerun(runs, rerun)
     found = mismatches(
         baseline.header.environment,
         header_of(runs).environment,
         policy.environment.ignore,
         (baseline.header.clocks, clock_policy(runs)),
     )
-    rerun = rerun or []
     seen, again, recorded = observe(runs), observe(rerun), _recorded(baseline)
     findings: list[Finding] = []
     for key in sorted(recorded.keys() | seen.keys()):

@@ -11,6 +11,7 @@ A plain run folder is a run of one process.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from megabench.gate.environment import mismatches
@@ -86,12 +87,21 @@ def _check_once(run: Run) -> None:
             raise GateError(f"{run.path}: tells of {' '.join(what)} {count} times")
 
 
-def _check_together(first: Run, other: Run) -> None:
+def check_rerun(runs: list[Run], rerun: list[Run]) -> None:
+    """GateError unless a re-run is of the same code on the same machine as its run. It has fewer
+    cases, so its arguments are others."""
+    for run in rerun:
+        _check_together(runs[0], run, ("command", "git_commit", "seed"))
+
+
+def _check_together(
+    first: Run, other: Run, fields: Sequence[str] = ("command", "argv", "git_commit", "seed")
+) -> None:
     """Processes of one run differ in nothing but chance."""
     ours, theirs = header_of([first]), header_of([other])
     found = [
         f"{name} {getattr(theirs, name)}, not {getattr(ours, name)}"
-        for name in ("command", "argv", "git_commit", "seed")
+        for name in fields
         if getattr(ours, name) != getattr(theirs, name)
     ]
     found += [str(m) for m in mismatches(ours.environment, theirs.environment, [])]

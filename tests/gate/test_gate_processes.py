@@ -21,7 +21,7 @@ from gate_runs import (
 )
 
 from megabench.cases import load_suite
-from megabench.gate import GateError, Policy, read_processes, read_rerun
+from megabench.gate import GateError, Policy, compare, read_processes, read_rerun
 from megabench.gate.launch import Processes, gate_processes, new_folder, write_cases
 from megabench.results import CaseResult, Run
 
@@ -65,6 +65,20 @@ def test_runs_of_different_arguments_are_not_pooled(tmp_path: Path) -> None:
     write(other, tmp_path)
     with pytest.raises(GateError, match=r"not a process of the run.*argv"):
         read_processes(tmp_path)
+
+
+@pytest.mark.parametrize("field", ["git_commit", "driver"])
+def test_a_re_run_of_other_code_or_on_another_machine_is_refused(field: str) -> None:
+    again = processes(SLOWER)
+    for other in again:
+        assert other.header is not None
+        other.header.argv = ["bench", "--cases", "rerun/h200.yaml"]
+    compare(baseline(), processes(SLOWER), Policy(), again)
+    header = again[-1].header
+    assert header is not None
+    setattr(header if field == "git_commit" else header.environment, field, "another")
+    with pytest.raises(GateError, match=f"{field}.* another"):
+        compare(baseline(), processes(SLOWER), Policy(), again)
 
 
 @pytest.mark.parametrize(
