@@ -17,6 +17,7 @@ from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.validate.golden import GoldenWeights
 from megabench.validate.guards import fingerprint
 from megabench.validate.judgement import Judgement
+from megabench.validate.reload import reload_weights
 from megabench.validate.stages import Evidence, load
 from megabench.validate.step import RankRun
 from megabench.validate.trace import EINSUM, LINEAR, TracingBackend
@@ -108,6 +109,7 @@ class Store:
         first = self._layers.get((backend_name, rank))
         if first is None:
             first = make_layer(workload, backend.as_backend(), model.checkpoint, rank)
+            reload_weights(first)
             self._layers[backend_name, rank] = first
         config = replace(
             first.config,

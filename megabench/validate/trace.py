@@ -176,7 +176,8 @@ class TracingBackend:
 
         def call(*positional: Any, **named: Any) -> Any:
             if not self._recordings:
-                return method(*positional, **named)
+                with _named(name):
+                    return method(*positional, **named)
             bound = signature.bind(self, *positional, **named)
             bound.apply_defaults()
             args = {key: value for key, value in bound.arguments.items() if key != "self"}

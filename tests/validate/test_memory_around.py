@@ -14,8 +14,9 @@ from torch import Tensor
 from megabench.backends import TorchBackend
 from megabench.backends.arguments import DecodeArguments
 from megabench.cases import Case
+from megabench.quant import dequantize_mxfp8, quantize_activation
 from megabench.results.schema import StageResult
-from megabench.validate import Store, validate_case
+from megabench.validate import Store, examine, validate_case
 from megabench.validate.guards import fingerprint
 from megabench.validate.trace import (
     COMBINE,
@@ -130,6 +131,29 @@ def test_a_fingerprint_sees_top_bits_and_words_that_change_places() -> None:
     assert one != other
     words[1], words[4099] = other, one
     assert fingerprint(data) != first
+
+
+class DenseByAddress(TorchBackend):
+    """Keeps a weight's dense form by where the weight is."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.kept: dict[int, Tensor] = {}
+
+    def dense(self, weight: Tensor, scale: Tensor) -> Tensor:
+        made = dequantize_mxfp8(weight, scale)
+        return self.kept.setdefault(weight.data_ptr(), made)
+
+    def linear(self, x: Tensor, w: Tensor, sw: Tensor) -> Tensor:
+        operand = dequantize_mxfp8(*quantize_activation(x))
+        return (operand @ self.dense(w, sw).T).bfloat16()
+
+
+def test_a_weight_kept_by_its_address_is_stale_after_a_reload(make_case: Any) -> None:
+    store = Store(CPU)
+    store.add_backend("own", DenseByAddress())
+    row = examine(make_case(), "own", CPU, store)
+    assert row.reason.startswith("wq_b_linear"), row.reason
 
 
 # ---- what an op gives back -----------------------------------------------------------------------
