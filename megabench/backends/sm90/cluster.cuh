@@ -4,11 +4,6 @@
 
 #include "store.cuh"
 
-DEVICE u32 cluster_id() {
-  u32 r;
-  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(r));
-  return r;
-}
 // The halves of cluster_meet.
 DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
@@ -31,7 +26,7 @@ struct Share {
   DEVICE Share(const Params& p, int rank) {
     const int split = p.split;
     chunks = quotient(kUnitChunks, p.replicas);
-    chunk0 = (cluster_id() & (p.replicas - 1)) * chunks;
+    chunk0 = (blockIdx.y & (p.replicas - 1)) * chunks;
     const int units = kGroups * chunks;
     bits = 31 - __clz(units);
     unit0 = quotient(units * rank + split - 1, split);
@@ -46,6 +41,9 @@ DEVICE bool meets_early(const Params& p) {
   const int blocks = (p.topk[0] + kBlock - 1) / kBlock + (p.topk[1] + kBlock - 1) / kBlock;
   return kClustered && blocks <= p.split && kGroups * kUnitChunks <= 2 * p.split * p.replicas;
 }
+DEVICE void arrive_early(const Params& p) {
+  if (meets_early(p)) cluster_arrive();
+}
 // Waits until every CTA has memory free for partial results.
 DEVICE void meet(const Params& p) {
   if (!meets_early(p)) cluster_arrive();
@@ -58,6 +56,38 @@ DEVICE u32 stats_at(const Params& p) {
   return meets_early(p) ? kSmemKV + 2 * kTileBytes - kMostRanks * kHeads * 8 : kSmemRaw;
 }
 
+// What all ranks have sent of one chunk, added up: `stats` and `part` are rank 0's, of this lane.
+struct Sum {
+  float reference = kNoReference, sum = 0.f;
+  Chunk c[1] = {};
+
+  template <int AtOnce> DEVICE void add(const float2* stats, const float* part, int split) {
+#pragma unroll 1
+    for (int s = 0; s < split; s += AtOnce)
+#pragma unroll
+      for (int i = 0; i < AtOnce; i++) reference = fmaxf(reference, stats[(s + i) * kHeads].x);
+#pragma unroll 1
+    for (int s = 0; s < split; s += AtOnce)
+#pragma unroll
+      for (int i = 0; i < AtOnce; i++) {
+        const float2 t = stats[(s + i) * kHeads];
+        const float4 a = *(const float4*)(part + (s + i) * 256);
+        const float4 b = *(const float4*)(part + (s + i) * 256 + 128);
+        const float weight = exp2_approx(t.x - reference);
+        float* v = c[0].v;
+        sum = fmaf(t.y, weight, sum);
+        v[0] = fmaf(a.x, weight, v[0]);
+        v[1] = fmaf(a.y, weight, v[1]);
+        v[2] = fmaf(a.z, weight, v[2]);
+        v[3] = fmaf(a.w, weight, v[3]);
+        v[4] = fmaf(b.x, weight, v[4]);
+        v[5] = fmaf(b.y, weight, v[5]);
+        v[6] = fmaf(b.z, weight, v[6]);
+        v[7] = fmaf(b.w, weight, v[7]);
+      }
+  }
+};
+
 // Adds up chunk k of this CTA's units, from the partial results of all ranks, and stores it.
 DEVICE void add_parts(const Params& p, const u8* mem, Lane me, int item, const Share& share,
                       int k) {
@@ -68,26 +98,12 @@ DEVICE void add_parts(const Params& p, const u8* mem, Lane me, int item, const S
   const float* part = (const float*)(mem + parts_at(p)) +
                       ((unit & share.places) * 2 + side) * p.split * 256 + me.lane * 4;
   const float sink = ((const float*)(mem + kSmemSink))[first_head(p, item) + head];
-  float reference = kNoReference, sum = 0.f;
-#pragma unroll 2
-  for (int s = 0; s < p.split; s++) reference = fmaxf(reference, stats[s * kHeads].x);
-  Chunk c[1] = {};
-#pragma unroll 2
-  for (int s = 0; s < p.split; s++) {
-    const float2 t = stats[s * kHeads];
-    const float4 a = *(const float4*)(part + s * 256), b = *(const float4*)(part + s * 256 + 128);
-    const float weight = exp2_approx(t.x - reference);
-    float* v = c[0].v;
-    sum = fmaf(t.y, weight, sum);
-    v[0] = fmaf(a.x, weight, v[0]);
-    v[1] = fmaf(a.y, weight, v[1]);
-    v[2] = fmaf(a.z, weight, v[2]);
-    v[3] = fmaf(a.w, weight, v[3]);
-    v[4] = fmaf(b.x, weight, v[4]);
-    v[5] = fmaf(b.y, weight, v[5]);
-    v[6] = fmaf(b.z, weight, v[6]);
-    v[7] = fmaf(b.w, weight, v[7]);
-  }
+  Sum all;
+  if (p.split % 5 == 0) all.add<5>(stats, part, p.split);
+  else if (p.split % 2 == 0) all.add<2>(stats, part, p.split);
+  else all.add<1>(stats, part, p.split);
+  Chunk(&c)[1] = all.c;
+  const float reference = all.reference, sum = all.sum;
   if (chunk >= kOutChunks - 2)
     rotate_back(c[0], (const float*)(mem + kSmemCosSin), chunk - (kOutChunks - 2), me.col);
   u32 byte[1];

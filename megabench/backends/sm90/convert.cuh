@@ -118,7 +118,7 @@ struct Converter {
 
   DEVICE static void convert16(const u32* codes, u32 scale, const u32 (&at)[2], u32 further) {
     u32 even[4], odd[4];
-    const u32 factor = (scale + 120) * 0x00800080u;
+    const u32 factor = ((kShortCode ? min(scale, 134u) : scale) + 120) * 0x00800080u;
 #pragma unroll
     for (int i = 0; i < 4; i++) convert_e4m3(codes[i], factor, even[i], odd[i]);
     store16(at, further, even, odd);
@@ -137,6 +137,19 @@ struct Converter {
       odd[i] = mul_bf16x2(odd[i], rest);
     }
     store16(at, further, even, odd);
+  }
+
+  // The same with less code: the second step, of what this lane has stored of the first.
+  DEVICE static void multiply_stored(u32 scale, const u32 (&at)[2], u32 further) {
+    const u32 rest = (max(scale, 134u) - 134 + 127) * 0x00800080u;
+#pragma unroll 1
+    for (int i = 0; i < 2; i++) {
+      u32 pairs[4];
+      load_shared4((i ? at[1] : at[0]) + further, pairs);
+#pragma unroll
+      for (int n = 0; n < 4; n++) pairs[n] = mul_bf16x2(pairs[n], rest);
+      store_shared4((i ? at[1] : at[0]) + further, pairs);
+    }
   }
 
   DEVICE static void convert16_fp4(const u32* codes, float scale, const u32 (&at)[2],
@@ -161,9 +174,14 @@ struct Converter {
     } else {
       convert16(raw.lo, raw.scale_lo, at, further);
       convert16(raw.hi, raw.scale_hi, at, far);
-      if (__any_sync(~0u, max(raw.scale_lo, raw.scale_hi) > 134)) {  // once more, the slow way
-        convert16_large(raw.lo, raw.scale_lo, at, further);
-        convert16_large(raw.hi, raw.scale_hi, at, far);
+      if (__any_sync(~0u, max(raw.scale_lo, raw.scale_hi) > 134)) {
+        if (kShortCode) {
+          multiply_stored(raw.scale_lo, at, further);
+          multiply_stored(raw.scale_hi, at, far);
+        } else {  // once more, the slow way
+          convert16_large(raw.lo, raw.scale_lo, at, further);
+          convert16_large(raw.hi, raw.scale_hi, at, far);
+        }
       }
     }
   }
@@ -183,7 +201,7 @@ struct Converter {
     RawUnit raw[2];
     take<Fp4>(raw[0], scale, 0, ahead);
     ahead += unit_rows(6) - unit_rows(5);
-#pragma unroll(Fp4 ? kFp4StepsAtOnce : kFp8StepsAtOnce)
+#pragma unroll 2
     for (int step = 0; step < kSteps; step++) {
       const int slot = step % 2 * 2;
       wait_free(block, step);
@@ -201,28 +219,57 @@ struct Converter {
 #pragma unroll
       for (int i = 0; i < 2; i++) even[i] += kStep * 128, odd[i] += kStep * 128;
     }
+    announce(block);
+  }
+
+  // The same, a unit at a time: less code, for the less frequent of two record types.
+  template <bool Fp4> DEVICE void convert_block_by_units(u32 block) {
+    const u32 rows = rows_of(block), next_rows = rows_of(block + 1);
+    const u32 scale = scales + (block & 1) * kScaleBytes + r * kScalePitch;
+    u32 to = tile + (block & 1) * kTileBytes;
+    RawUnit raw;
+    take<Fp4>(raw, scale, 0, rows + unit_rows(5));
+#pragma unroll 1
+    for (int u = 0; u < kUnitsPerBlock; u++) {
+      RawUnit next = raw;
+      if (u % 2 == 0) wait_free(block, u / 2);
+      if (u < kUnitsPerBlock - 1)
+        take<Fp4>(next, scale + (u + 1) * 2 * kScalePitch, (u + 1) % kUnits,
+                  u < 2 ? rows + unit_rows(u + 6) : next_rows + unit_rows(u - 2));
+      const u32 at = to ^ (u % 2 * 32);
+      convert<Fp4>(raw, {at, at ^ 16}, u % 2 * 256);
+      if (u == 2) stage_block(block + 1);
+      to += u % 2 * (kStep * 128);
+      raw = next;
+    }
+    announce(block);
+  }
+
+  // This warp's part of a block's tile is written.
+  DEVICE void announce(u32 block) const {
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) mbar_arrive(smem + kBarTileFull + 8 * x);
+    if (lane == 0) mbar_arrive(smem + kBarTileFull + 8 * (block & 1));
   }
 };
 static_assert(kUnits == 4 && kUnitsPerBlock == 8, "convert_block is written for these");
 
-DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step) {
+// Converts from `block` on, whose offsets are there.
+DEVICE void convert_role(const Params& p, u32 smem, int warp, int first_item, int item_step,
+                         u32 block) {
   Converter cv(p, smem, warp, lane_id());
-  bar_sync(kBarStart, kThreads);  // the offsets of block 0 are there
-  cv.stage_block(0);
+  cv.stage_block(block);
 #pragma unroll 1
   for (int u = 0; u < kUnits; u++) {
-    cv.read_offsets(cv.rows_of(0) + cv.unit_rows(u));
+    cv.read_offsets(cv.rows_of(block) + cv.unit_rows(u));
     cv.stage_unit(u);
   }
-  cv.read_offsets(cv.rows_of(0) + cv.unit_rows(kUnits));
-  u32 block = 0;
+  cv.read_offsets(cv.rows_of(block) + cv.unit_rows(kUnits));
 #pragma unroll 1
   for (int item = first_item; item < p.items; block++) {
     const u32 meta = cv.meta_of(block);
     if (kExtraFp4 && (meta & kMetaExtra)) cv.convert_block<true>(block);
+    else if (kClustered && kExtraFp4) cv.convert_block_by_units<false>(block);
     else cv.convert_block<false>(block);
     if (meta & kMetaLast) item += item_step;
   }

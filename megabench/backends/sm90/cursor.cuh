@@ -64,7 +64,7 @@ struct Cursor {
   }
   DEVICE void next_item() {
     item += step;
-    if (!kClustered && item < p.items) {
+    if (item < p.items) {
       read_lengths();
       copy_lengths(item + step);
       plan();
@@ -76,7 +76,13 @@ struct Cursor {
 
   // Moves to the next block; where this lane's slot id is, or null for a masked row. Sets `meta`.
   DEVICE const int* next_index() {
-    if (block == end) next_item();
+    if (block == end) {
+      if (kClustered) {  // a cluster has one item
+        meta = kMetaLast;
+        return nullptr;
+      }
+      next_item();
+    }
     const int extra = block >= first_extra;
     const int column = (block - (extra ? first_extra : 0)) * kBlock + row;
     block++;
@@ -100,14 +106,21 @@ struct Cursor {
     published++;
   }
 
-  // The first item's first slot ids are copied into the ring, all at once and beside the lengths:
-  // lists are taken to be full, which is put right where they are not.
+  // Publishes block 0. The first item's first slot ids are copied into the ring, all at once and
+  // beside the lengths: lists are taken to be full, which is put right where they are not. The
+  // CTA's threads meet when these copies are under way.
   DEVICE void start() {
-    int block0 = 0, end0 = 0, extra0 = 0;
+    int block0 = -1, end0 = 0, extra0 = 0;
+    const int* from;
 #pragma unroll 1
     while (true) {
       plan();
-      if (block == block0 && end == end0 && first_extra == extra0) break;
+      if (block == block0 && end == end0 && first_extra == extra0) {
+        from = next_index();
+        break;
+      }
+      const int planned0 = rows0, planned1 = rows1;
+      const bool first = block0 < 0;
       block0 = block, end0 = end, extra0 = first_extra;
       copied = min(end - block, kLookahead);
 #pragma unroll 1
@@ -116,23 +129,32 @@ struct Cursor {
         if (id) copy4(offset_at(slot), id);
       }
       copy_commit();
+      if (first) __syncthreads();
+      block = block0;
+      from = next_index();  // while the copies are under way
       read_lengths();
+      if (rows0 == planned0 && rows1 == planned1) break;
     }
+    publish(from ? load_shared(offset_at(0)) : kNoRow);
     if (!kClustered) copy_lengths(item + step);
   }
-  DEVICE void publish_first() {
-    const int* from = next_index();
-    u32 slot_id = kNoRow;
-    if (from)
-      slot_id = published < copied ? load_shared(offset_at(published)) : load_global(from);
-    publish(slot_id);
-  }
 
-  // Later blocks: the slot id waits in a register until the next call.
+  // Other blocks: the slot id waits in a register until the next call.
   DEVICE void fetch() {
     const int* from = next_index();
     index = -1;
-    if (from) index = load_global(from);
+    if (from) index = published < copied ? load_shared(offset_at(published)) : load_global(from);
+  }
+  // Another of the first kLookahead blocks.
+  DEVICE void publish_next() {
+    if (!kClustered || block != end) {
+      fetch();
+      publish(index);
+    } else {  // past a cluster's last
+      if (!half) store_shared(offset_at(published), kNoRow);
+      if (!half && row == 0) store_shared(smem + kSmemMeta + published % kSlots * 4, kMetaLast);
+      published++;
+    }
   }
   DEVICE void advance() {
     publish(index);

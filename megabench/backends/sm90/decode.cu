@@ -15,12 +15,14 @@
 //
 // TileFree is per 16 rows, so that conversion follows P V through a tile. An item's row sums
 // (Inverse) come from the score warps; ItemDone frees its cos/sin and sums.
-// Start: lengths and slot ids are read together; the output warps copy Q and fetch the first rows.
+// Start: lengths and slot ids are read together, before the CTA's threads meet; the output warps
+// copy Q. In a cluster, they and the converters share the first tile (FirstTile).
 //
 // A kernel's first 64 KB of code or so are there when it starts, the rest comes from memory: few
 // tokens waited 1 to 4 us for it. So clusters have a build of their own, in which the converters,
-// whose code runs straight, come last, and the less frequent of two record types has a short loop.
-#include "convert.cuh"
+// whose code runs straight and not at all where a CTA has one block, come last, and the less
+// frequent of two record types has a short loop.
+#include "first.cuh"
 #include "output.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -31,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(~0u, thread / kRoleThreads, 0);
   const int warp = __shfl_sync(~0u, (thread / 32) & 3, 0);
   const int rank = kClustered ? cluster_rank() : 0;
-  const int first_item = kClustered ? cluster_id() / p.replicas : blockIdx.x;
+  // A cluster is a row of the grid, a power of two of rows an item.
+  const int first_item = kClustered ? blockIdx.y >> (31 - __clz(p.replicas)) : blockIdx.x;
   const int item_step = kClustered ? p.items : gridDim.x;  // a cluster has one item
 
   if (thread == 0) {
@@ -42,27 +45,28 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     }
     mbar_init(smem + kBarInverse, 2);
     mbar_init(smem + kBarItemDone, 8);
-    mbar_init(smem + kBarQ, 1);
     fence_async_proxy();
   }
-  __syncthreads();
-  if (meets_early(p)) cluster_arrive();
 
-  switch (role) {  // in this order in memory, as compiled: scores, output, convert
-    case 1:
-      shrink_registers<kScoreRegisters>();
-      score_role(p, mem, warp, first_item, item_step, rank);
-      break;
-    case 0:
-      shrink_registers<kConvertRegisters>();
-      convert_role(p, smem, warp, first_item, item_step);
-      if (kClustered) {
-        meet(p);
-        cluster_sync();
-      }
-      break;
-    default:
-      grow_registers<kOutputRegisters>();
-      output_role(p, mem, warp, role - 2, first_item, item_step, rank);
+  // in this order in memory, as compiled, with clusters: first tile, output, scores, convert
+  if (kClustered && role != kScoreRole) first_tile(p, mem, role, warp, first_item);
+  if (role == kConvertRole) {
+    shrink_registers<kConvertRegisters>();
+    if (kClustered) {
+      const bool only = load_shared(smem + kSmemMeta) & kMetaLast;
+      if (!only) convert_role(p, smem, warp, first_item, item_step, 1);
+      meet(p);
+      cluster_sync();
+    } else {
+      __syncthreads();
+      bar_sync(kBarStart, kThreads);  // the offsets of block 0 are there
+      convert_role(p, smem, warp, first_item, item_step, 0);
+    }
+  } else if (role == kScoreRole) {
+    shrink_registers<kScoreRegisters>();
+    score_role(p, mem, warp, first_item, item_step, rank);
+  } else {
+    grow_registers<kOutputRegisters>();
+    output_role(p, mem, warp, role - kOutputRole, first_item, item_step, rank);
   }
 }

@@ -98,8 +98,8 @@ class DecodeKernel:
     def launch(self, params: Params, shape: Shape) -> None:
         """Run on torch's current stream."""
         split, replicas = params.split, params.replicas = shape
-        if split > 1:
-            self._clustered.launch(params, (params.items * split * replicas, 1), THREADS, split)
+        if split > 1:  # a cluster is a row of the grid
+            self._clustered.launch(params, (split, params.items * replicas), THREADS, split)
         else:
             ctas = min(params.items, self._persistent.multiprocessors)
             self._persistent.launch(params, (ctas, 1), THREADS)

@@ -26,11 +26,12 @@ constexpr int kLookahead = 5;     // blocks from an offset to its scores
 constexpr int kPrefetch = 3;      // blocks from an L2 prefetch to the probabilities (< kLookahead)
 constexpr int kSlots = 8;         // blocks in the offset ring (> kLookahead + 2)
 
-// Steps of a tile that the converter's loops unroll; one where code must be short (see decode.cu).
-constexpr int kFp4StepsAtOnce = 2, kFp8StepsAtOnce = kClustered && kExtraFp4 ? 1 : 2;
+// Code of two record types must be short (see decode.cu).
+constexpr bool kShortCode = kExtraFp4;
 
 constexpr int kConvertRegisters = 80, kScoreRegisters = 112, kOutputRegisters = 160;
 constexpr int kThreads = 512, kRoleThreads = 128;
+enum Role { kConvertRole, kScoreRole, kOutputRole };  // a warpgroup each, the last two
 
 // One CTA in a cluster of `split` works on its share of an item's blocks. `replicas` clusters work
 // on one item, all on all of it, and each finishes a part of the output.
@@ -94,7 +95,8 @@ constexpr u32 kSmemNextPosition = kSmemNextLengths + 32;          // int
 constexpr u32 kSmemBars = kSmemNextPosition + 8;
 constexpr u32 kBarTileFull = kSmemBars, kBarTileFree = kBarTileFull + 16,  // [2], [2][kSteps]
               kBarProbsFull = kBarTileFree + 64, kBarInverse = kBarProbsFull + 16,
-              kBarItemDone = kBarInverse + 8, kBarQ = kBarItemDone + 8;
+              kBarItemDone = kBarInverse + 8, kBarQ = kBarItemDone + 8,
+              kBarFirstTile = kBarItemDone;  // of a cluster, which has one item
 constexpr u32 kSmemBytes = kBarQ + 8;
 static_assert(kSmemBytes <= 232448, "an SM gives a CTA 227 KB");
 

@@ -9,6 +9,8 @@
 #include "cursor.cuh"
 #include "scores.cuh"
 
+constexpr int kPartChunks = kUnitChunks / 2;  // of o[0], and of o[1]
+
 struct Output {
   const Params& p;
   u8* mem;
@@ -20,7 +22,7 @@ struct Output {
   DEVICE Output(const Params& params, u8* smem_base, Lane lane, int which)
       : p(params), mem(smem_base), smem(smem_address(smem_base)), me(lane), half(which) {}
 
-  // Chunk j (0..7) of this half, heads 16*warp + 8*r + row.
+  // Chunk j (0..7) of this half, or of the part computed of it, heads 16*warp + 8*r + row.
   DEVICE Chunk fragment(int j, int r) const {
     Chunk c;
 #pragma unroll
@@ -43,13 +45,14 @@ struct Output {
       bulk_prefetch_l2(q + i * p.head_tiles * kHeads * 16, kTileBytes / pieces);
   }
 
-  DEVICE void accumulate(u32 block, bool first) {
+  // P V of all of this half, or of 128 dims (`part`), into o[0].
+  template <int Parts> DEVICE void accumulate(u32 block, bool first, int part) {
     const u32 tile = block & 1;
     if (*(volatile u32*)(mem + kSmemRaised + 4 * tile)) {
       const float* alpha = (const float*)(mem + kSmemAlpha) + tile * kHeads + 16 * me.warp + me.row;
       const float a = alpha[0], b = alpha[8];
 #pragma unroll
-      for (int i = 0; i < 128; i += 4) {
+      for (int i = 0; i < 64 * Parts; i += 4) {
         float* t = &o[i >> 6][i & 63];
         t[0] *= a;
         t[1] *= a;
@@ -59,17 +62,18 @@ struct Output {
     }
     const u64 probs = tile_descriptor<128>(smem + kSmemP, kTileGroup);
     const u64 values = tile_descriptor<128>(
-        smem + kSmemKV + tile * kTileBytes + half * 4 * kTileGroup, kTileGroup);
+        smem + kSmemKV + tile * kTileBytes + (4 * half + 2 * part) * kTileGroup, kTileGroup);
     const u32 free = smem + kBarTileFree + tile * kSteps * 8;
-    pin(o[0]);
-    pin(o[1]);
+#pragma unroll
+    for (int i = 0; i < Parts; i++) pin(o[i]);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kSteps; s++) {
       const u64 step = descriptor_step(s * kStep * 128);
       wgmma_m64n128(o[0], probs + step, values + step, s || !first);
-      wgmma_m64n128(o[1], probs + step, values + step + descriptor_step(2 * kTileGroup),
-                    s || !first);
+      if (Parts == 2)
+        wgmma_m64n128(o[1], probs + step, values + step + descriptor_step(2 * kTileGroup),
+                      s || !first);
       wgmma_commit();
       if (s > 0) {
         wgmma_wait<1>();
@@ -77,8 +81,8 @@ struct Output {
       }
     }
     wgmma_wait<0>();
-    pin(o[0]);
-    pin(o[1]);
+#pragma unroll
+    for (int i = 0; i < Parts; i++) pin(o[i]);
     __syncwarp();  // every lane has read what the score warps write next
     if (me.lane == 0) mbar_arrive(free + (kSteps - 1) * 8);
   }
@@ -112,23 +116,29 @@ struct Output {
   }
 
   // Sends the CTAs of the cluster their units' partial outputs and finishes this CTA's units.
-  DEVICE void reduce_over_cluster(int item, int rank) {
+  DEVICE void reduce_over_cluster(int item, int rank, const Share& share) {
     const int split = p.split;
-    const Share share(p, rank);
     meet(p);
+    int chunk = share.chunk0 & ~(kPartChunks - 1);  // o[0] begins here
+#pragma unroll 1
+    while (true) {
 #pragma unroll
-    for (int j = 0; j < kUnitChunks; j++) {
-      if ((u32)(j - share.chunk0) >= (u32)share.chunks) continue;
+      for (int j = 0; j < kPartChunks; j++, chunk++) {
+        if ((u32)(chunk - share.chunk0) >= (u32)share.chunks) continue;
 #pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int unit = (2 * me.warp + r) * share.chunks + j - share.chunk0;
-        const int owner = unit * split >> share.bits;
-        const u32 place = ((unit & share.places) * 2 + half) * split + rank;
-        const u32 at = map_to_rank(smem + parts_at(p) + place * 1024, owner) + me.lane * 16;
-        const Chunk c = fragment(j, r);
-        store_remote4(at, c.v[0], c.v[1], c.v[2], c.v[3]);
-        store_remote4(at + 512, c.v[4], c.v[5], c.v[6], c.v[7]);
+        for (int r = 0; r < 2; r++) {
+          const int unit = (2 * me.warp + r) * share.chunks + chunk - share.chunk0;
+          const int owner = unit * split >> share.bits;
+          const u32 place = ((unit & share.places) * 2 + half) * split + rank;
+          const u32 at = map_to_rank(smem + parts_at(p) + place * 1024, owner) + me.lane * 16;
+          const Chunk c = fragment(j, r);
+          store_remote4(at, c.v[0], c.v[1], c.v[2], c.v[3]);
+          store_remote4(at + 512, c.v[4], c.v[5], c.v[6], c.v[7]);
+        }
       }
+      if (chunk >= share.chunk0 + share.chunks) break;
+#pragma unroll
+      for (int i = 0; i < 64; i++) o[0][i] = o[1][i];
     }
     cluster_sync();
 #pragma unroll 1
@@ -137,14 +147,47 @@ struct Output {
   }
 };
 
+// A cluster's, after the first tile.
+DEVICE void output_of_cluster(Output& out, int item, int rank) {
+  const Params& p = out.p;
+  const u32 smem = out.smem;
+  const int warp = 4 * out.half + out.me.warp;
+  const Share share(p, rank);
+  // A replica computes no more than the 128 dims of each half that it finishes a part of.
+  const int part = p.replicas > 1 ? share.chunk0 / kPartChunks : -1;
+  bar_sync(kBarPrefetch, 3 * kRoleThreads);
+  mbar_wait(smem + kBarTileFull, 0);  // the first tile comes before the next blocks
+#pragma unroll 1
+  for (int b = 1; b < kPrefetch; b++) prefetch_rows(p, smem, b, warp, out.me.lane);
+  forget(out.o[0]);
+  forget(out.o[1]);
+  u32 block = 0;
+  bool last;
+#pragma unroll 1
+  do {
+    mbar_wait(smem + kBarProbsFull + 8 * (block & 1), (block >> 1) & 1);
+    last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
+    if (part < 0) out.accumulate<2>(block, block == 0, 0);
+    else out.accumulate<1>(block, block == 0, part);
+    prefetch_rows(p, smem, block + kPrefetch, warp, out.me.lane);
+    block++;
+  } while (!last);
+  out.reduce_over_cluster(item, rank, share);
+}
+
 DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_item, int item_step,
                         int rank) {
   const Lane me(warp);
   Output out(p, mem, me, half);
+  if (kClustered) {
+    output_of_cluster(out, first_item, rank);
+    return;
+  }
   const u32 smem = out.smem;
   const bool leader = half == 0 && me.warp == 0 && me.lane == 0;
   u32 block = 0, turn = 0;
-  if (leader) Query(p, mem, me).copy(first_item);
+  if (leader) Query(p, mem, me).copy_first(first_item);
+  __syncthreads();
   bar_sync(kBarStart, kThreads);
 #pragma unroll 1
   for (int b = 0; b < kPrefetch; b++) {
@@ -156,7 +199,7 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
   }
 #pragma unroll 1
   for (int item = first_item; item < p.items; item += item_step, turn++) {
-    if (!kClustered && leader && item + item_step < p.items) out.prefetch_q(item + item_step);
+    if (leader && item + item_step < p.items) out.prefetch_q(item + item_step);
     forget(out.o[0]);
     forget(out.o[1]);
     bool first = true, last;
@@ -165,15 +208,11 @@ DEVICE void output_role(const Params& p, u8* mem, int warp, int half, int first_
       const u32 tile = block & 1;
       mbar_wait(smem + kBarProbsFull + 8 * tile, (block >> 1) & 1);
       last = load_shared(smem + kSmemMeta + (block % kSlots) * 4) & kMetaLast;
-      out.accumulate(block, first);
+      out.accumulate<2>(block, first, 0);
       first = false;
       prefetch_rows(p, smem, block + kPrefetch, 4 * half + warp, me.lane);
       block++;
     } while (!last);
-    if (kClustered) {
-      out.reduce_over_cluster(item, rank);
-      break;  // a cluster has one item
-    }
     mbar_wait(smem + kBarInverse, turn & 1);
     out.store_item(item, turn);
     __syncwarp();

@@ -156,6 +156,19 @@ DEVICE int load_global(const int* p) {
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
+DEVICE u32 load_global_byte(const u8* p) {
+  u32 v;
+  asm volatile("ld.global.nc.u8 %0, [%1];" : "=r"(v) : "l"(p));
+  return v;
+}
+DEVICE void load_global2(const u8* p, u32* v) {
+  asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
+}
+DEVICE void load_global4(const u8* p, u32* v) {
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "l"(p));
+}
 
 // ---- thread-block clusters
 DEVICE u32 cluster_rank() {

@@ -13,7 +13,7 @@ struct Query {
       : p(params), mem(smem_base), smem(smem_address(smem_base)), warp(me.warp), lane(me.lane) {}
 
   // One thread starts the copies of an item's Q and of its cos/sin row; the last byte ends both.
-  DEVICE void copy(int item) {
+  DEVICE void copy(int item) const {
     const int padded = p.head_tiles * kHeads;
     const u16* q = p.q + token_of(p, item) * p.q_stride + first_head(p, item) * 16;
     const u32 bar = smem + kBarQ;
@@ -27,7 +27,14 @@ struct Query {
     }
   }
 
-  DEVICE void copy_cos_sin(int position, u32 parity) {
+  // The first copy, before the CTA's threads meet. One thread.
+  DEVICE void copy_first(int item) const {
+    mbar_init(smem + kBarQ, 1);
+    fence_async_proxy();
+    copy(item);
+  }
+
+  DEVICE void copy_cos_sin(int position, u32 parity) const {
     bulk_copy(smem + kSmemCosSin + parity * kRopeDims * 4, p.cos_sin + (i64)position * kRopeDims,
               kRopeDims * 4, smem + kBarQ);
   }
@@ -41,7 +48,7 @@ struct Query {
 
   // In place, 16 dims of a head a lane: RoPE on the last four chunks, the tile's column order, the
   // swizzle. Lanes of swizzled heads read the halves in the other order, against bank conflicts.
-  DEVICE void finish(u32 turn) {
+  DEVICE void finish(u32 turn) const {
     mbar_wait(smem + kBarQ, turn & 1);
     const bool swapped = lane & 4;
     const float* cs = (const float*)(mem + kSmemCosSin) + (turn & 1) * kRopeDims + 8 * warp;

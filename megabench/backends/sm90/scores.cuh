@@ -67,7 +67,9 @@ struct Scores {
       top = fmaxf(fmaxf(top, fmaxf(x[4 * n], x[4 * n + 1])), fmaxf(x[4 * n + 2], x[4 * n + 3]));
     }
     bool raised = false;
-    if (!have_reference || bar_any(kBarScores, kRoleThreads, top > kRaiseAbove + bias))
+    const bool above =
+        !have_reference || bar_any(kBarScores, kRoleThreads, top > kRaiseAbove + bias);
+    if (__any_sync(~0u, above))  // alike in all lanes, as a vote says: raise takes less code
       raised = raise(tile, bias, live0 || live1);
     if (warp == 0 && lane == 0) *(volatile u32*)(mem + kSmemRaised + 4 * tile) = raised;
   }
@@ -181,23 +183,21 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   const bool leader = me.warp == 0 && me.lane == 0;
   const int thread = 32 * me.warp + me.lane;
   Cursor cursor(p, smem, me, first_item, item_step, rank);
-  if (leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, first_item));
-  if (thread < p.head_tiles * kHeads) {
-    if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
-    else s.floats(kSmemSink)[thread] = -kInfinity;
-  }
+  if (!kClustered && leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, first_item));
   copy_commit();
   cursor.start();
+  bar_arrive(kBarStart, kThreads);  // enough to begin the first tile
+  if (!kClustered && leader) q.copy_cos_sin(load_shared(smem + kSmemNextPosition), 0);
 #pragma unroll 1
-  for (int b = 0; b < kLookahead; b++) {
-    cursor.publish_first();
-    if (b > 0) continue;
-    bar_arrive(kBarStart, kThreads);  // enough to begin the first tile
-    if (leader) q.copy_cos_sin(load_shared(smem + kSmemNextPosition), 0);
-  }
+  while (cursor.published < kLookahead) cursor.publish_next();
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
   bar_arrive(kBarPrefetch, 3 * kRoleThreads);
   cursor.fetch();
+  arrive_early(p);
+  if (thread < p.head_tiles * kHeads) {  // awaited with the first Q
+    if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
+    else s.floats(kSmemSink)[thread] = -kInfinity;
+  }
 
   u32 block = 0, turn = 0;
 #pragma unroll 1
@@ -207,6 +207,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     if (more && leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
     copy_commit();
     q.finish(turn);
+    if (kClustered) mbar_wait(smem + kBarFirstTile, 0);
     copy_wait<0>();
     s.have_reference = false;
 #pragma unroll
