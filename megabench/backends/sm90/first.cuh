@@ -1,5 +1,5 @@
 // The start of a cluster's output warps and converters: Q, and the first tile, which everything
-// waits for. The output warps have nothing else to do yet, so they take a larger part of it, and all
+// waits for. The output warps have nothing else to do yet, so they take a larger part of it. All
 // load records straight from global memory.
 #pragma once
 
