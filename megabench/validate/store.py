@@ -16,7 +16,7 @@ from megabench.geometry import Geometry
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.validate.golden import GoldenWeights
 from megabench.validate.guards import fingerprint
-from megabench.validate.judgement import Judgement
+from megabench.validate.judgement import Judgement, attempted, merge
 from megabench.validate.reload import reload_weights
 from megabench.validate.stages import Evidence, load
 from megabench.validate.step import RankRun
@@ -131,5 +131,7 @@ class Store:
         key = run.layer.backend, run.rank
         known = self._weights.get(key)
         if known is None or known.fingerprints != now:
-            known = self._weights[key] = _JudgedWeights(now, load.weights(run, golden))
+            ops = attempted("weights", lambda: load.permuting_ops(run, golden))
+            judged = merge((load.weights(run, golden), ops))[0]
+            known = self._weights[key] = _JudgedWeights(now, judged)
         return known.judgement

@@ -262,3 +262,24 @@ def test_a_row_past_the_workspace_that_is_not_struck_is_caught(wrong: Wrong) -> 
         args["topk_indices"] = torch.where(rows >= args["N"], 0, rows)
 
     assert wrong(faulty(Fault("own", "", (COMBINE,), before=before))) == ["holed_lists"]
+
+
+class Identity(TorchBackend):
+    """Takes standard order for the kernel's."""
+
+    def permute_q_b_proj(self, q_b_proj: Tensor, scale_factors: Tensor, *sizes: int) -> Any:
+        return [q_b_proj.clone(), scale_factors.clone()]
+
+
+class CodesAlone(TorchBackend):
+    """Leaves the scales of wo_a's columns where they were."""
+
+    def permute_wv_proj(self, wv_proj: Tensor, scale_factors: Tensor, *sizes: int) -> Any:
+        return [super().permute_wv_proj(wv_proj, scale_factors, *sizes)[0], scale_factors]
+
+
+@pytest.mark.parametrize("kind", [Identity, CodesAlone])
+def test_an_op_that_permutes_wrongly_is_caught_though_the_layer_does_not_call_it(
+    kind: type[TorchBackend], wrong: Wrong
+) -> None:
+    assert wrong(kind()) == ["weights"]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
+from megabench.quant import pack_mn_major
 from megabench.validate.judgement import Judgement, judge_equal, judge_ratio, merge
 from megabench.validate.stages.evidence import Evidence
 from megabench.validate.step import RankRun
@@ -15,6 +17,8 @@ from megabench.validate.truth import Truth
 from reference.codes import as_bytes
 from reference.layer import Weights
 from reference.layouts import fuse_wo_a, fuse_wq_b
+from reference.model import HEADS_PER_GROUP
+from reference.records import HEAD_DIM
 
 ROW_COLUMN = ("row", "column")
 
@@ -80,6 +84,34 @@ def weights(run: RankRun, golden: Weights) -> Judgement:
         ).at(tensor=name)
         for name, got, want in pairs
     )[0]
+
+
+def permuting_ops(run: RankRun, golden: Weights) -> Judgement:
+    """weights: what the backend's own ops make of standard order, which an engine may call at load;
+    this layer permutes by itself. The vendor's take scales packed by fours alone."""
+    found = [Judgement("weights")]
+    if golden.wq_b_scale.shape[-1] % 4 == 0:
+        wanted = fuse_wq_b(golden.wq_b, golden.wq_b_scale, run.heads)
+        found += _permuted(
+            run, "permute_q_b_proj", golden.wq_b, golden.wq_b_scale, run.heads, wanted
+        )
+    wanted = fuse_wo_a(golden.wo_a, golden.wo_a_scale)
+    found += _permuted(
+        run, "permute_wv_proj", golden.wo_a, golden.wo_a_scale, HEADS_PER_GROUP, wanted
+    )
+    return merge(found)[0]
+
+
+def _permuted(
+    run: RankRun, op: str, codes: Tensor, scale: Tensor, heads: int, wanted: tuple[Tensor, Tensor]
+) -> Iterator[Judgement]:
+    packed = pack_mn_major(scale if scale.dim() == 3 else scale[None]).view(*scale.shape[:-1], -1)
+    made = getattr(run.layer.backend, op)(codes.view(torch.float8_e4m3fn), packed, heads, HEAD_DIM)
+    for name, got, want in zip(
+        ("codes", "scales"), (as_bytes(made[0]), _packed_scales(made[1])), wanted, strict=True
+    ):
+        flat = got.reshape(-1, got.shape[-1]), as_bytes(want).reshape(-1, want.shape[-1])
+        yield judge_equal("weights", *flat, ROW_COLUMN).at(tensor=f"{op} {name}")
 
 
 def sinks(evidence: Evidence) -> Judgement:
