@@ -27,6 +27,13 @@ struct Scores {
   DEVICE float* floats(u32 at) { return (float*)(mem + at); }
   DEVICE void sync() { bar_sync(kBarScores, kRoleThreads); }
 
+  // A sink for every thread that has one.
+  DEVICE void copy_sinks(int thread) {
+    if (thread >= p.head_tiles * kHeads) return;
+    if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
+    else floats(kSmemSink)[thread] = -kInfinity;
+  }
+
   DEVICE void multiply(u32 tile) {
     const u64 k = tile_descriptor<128>(smem + kSmemKV + tile * kTileBytes, 16);
     const u64 q = tile_descriptor<32>(smem + kSmemQ, 16);
@@ -192,11 +199,9 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
   while (cursor.published < kLookahead) cursor.publish_next();
   bar_arrive(kBarLookahead, 2 * kRoleThreads);
   bar_arrive(kBarPrefetch, 3 * kRoleThreads);
-  cursor.fetch();
-  arrive_early(p);
-  if (thread < p.head_tiles * kHeads) {  // awaited with the first Q
-    if (p.sink) copy4(smem + kSmemSink + 4 * thread, p.sink + thread);
-    else s.floats(kSmemSink)[thread] = -kInfinity;
+  if (!kClustered) {
+    cursor.fetch();
+    s.copy_sinks(thread);
   }
 
   u32 block = 0, turn = 0;
@@ -207,8 +212,14 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     if (more && leader) copy4(smem + kSmemNextPosition, p.positions + token_of(p, next));
     copy_commit();
     q.finish(turn);
-    if (kClustered) mbar_wait(smem + kBarFirstTile, 0);
-    copy_wait<0>();
+    if (kClustered) {  // what can wait until Q is ready
+      cursor.fetch();
+      arrive_early(p);
+      s.copy_sinks(thread);
+      mbar_wait(smem + kBarFirstTile, 0);
+    } else {
+      copy_wait<0>();
+    }
     s.have_reference = false;
 #pragma unroll
     for (int n = 0; n < 16; n++) s.sum[n] = 0.f;
@@ -248,6 +259,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
 #pragma unroll 1
         for (int peer = 0; peer < p.split; peer++) store_remote2(map_to_rank(at, peer), t.x, t.y);
       }
+      copy_wait<0>();  // the sinks
       cluster_sync();
       break;  // a cluster has one item
     }
