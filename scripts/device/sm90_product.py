@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 from cold_clock import median_us
+from far_scales import FAR_SCALES, Edit
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair
 from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
@@ -97,6 +98,23 @@ def make_call(
     call = Call((data, words), w, buffer[1:-1, :, width - ROWS :], buffer)
     call.poison()
     return call
+
+
+def edited(pair: Pair, edit: Edit | None) -> Pair:
+    """Copies of a pair's codes and scale bytes, changed."""
+    codes, scale = pair[0].view(torch.uint8).contiguous().clone(), unpack_scales(pair[1]).clone()
+    if edit is not None:
+        edit(codes, scale)
+    return codes.view(torch.float8_e4m3fn), scale
+
+
+def rescaled(call: Call, x: Edit | None, w: Edit | None) -> Call:
+    """The call, its activations changed in place, with a changed copy of its weight."""
+    codes, scale = edited(call.x, x)
+    call.x[0].copy_(codes)
+    call.x[1].copy_(scale.contiguous().view(torch.int32).view(call.x[1].shape))
+    codes, scale = edited(call.w, w)
+    return Call(call.x, (codes, pack_mn_major(scale)), call.out, call.buffer)
 
 
 def run(backend: TritonBackend, call: Call) -> None:
@@ -206,6 +224,11 @@ def check() -> bool:
         for tokens in (3, 20, 128, 300):
             call = make_call(tokens, 4, far_weight, shift=-shift)
             good &= compare(f"{tokens} tokens, weight x 2^{shift}", call, backend)
+    for tokens, groups in ((11, 8), (77, 8), (128, 8), (16, 1), (100, 1), (30, 2), (200, 8)):
+        part = (w[0][:groups], w[1][:groups])
+        for name, x_edit, w_edit in FAR_SCALES:
+            call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)
+            good &= compare(f"{tokens} tokens, {groups} groups, {name}", call, Sm90Backend())
     same_sign = make_weight(GROUPS, 2, positive=True)
     backend = prepared(same_sign)
     for tokens in (2, 64, 129, 512):

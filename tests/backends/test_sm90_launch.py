@@ -219,14 +219,14 @@ def streamed(tokens: int, groups: int) -> None:
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(1, 16), (60, 64), (300, 128)])
-def test_a_streamed_product_reads_boxes_of_a_tile_on_both_sides(
+def test_a_streamed_product_reads_a_tiles_tokens_in_a_box_and_its_rows_in_four(
     driver: Driver, tokens: int, width: int
 ) -> None:
     streamed(tokens, 2)
     x, w = driver.maps
     token_step = 8 * 4096 if tokens > 1 else 4096
     assert x[:3] == ([4096, 2, tokens], [4096, token_step], [128, 1, width])
-    assert w[:3] == ([4096, 1024, 2], [4096, 1024 * 4096], [128, 128, 1])
+    assert w[:3] == ([4096, 1024, 2], [4096, 1024 * 4096], [128, 32, 1])
     assert x[3:] == w[3:] == ([1, 1, 1], "plain", "128-byte swizzle", "128 bytes", "zeros")
 
 

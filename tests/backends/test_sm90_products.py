@@ -58,7 +58,8 @@ def test_the_kernels_compile_without_spills_or_serialised_wgmma(
         (
             "product.cu",
             product_launch.Params,
-            f"kSmemBytes <= 232448 && kRows == {product_launch.ROWS}",
+            f"kSmemBytes <= 232448 && kRows == {product_launch.ROWS} && "
+            f"kBoxRows == {product_launch.BOX_ROWS}",
         ),
         (
             "skinny.cu",

@@ -1,17 +1,20 @@
 // Grouped product of MXFP8 operands for sm_90a: out[t, g, d] = sum over r of x[t, g, r] w[g, d, r],
 // both e4m3 with one ue8m0 scale for 32 columns, summed in float32, written as bf16.
 //
-// Both operands become bf16, exactly, on the way to the tensor cores. The weight is wgmma's A
+// Both operands become f16, exactly, on the way to the tensor cores. The weight is wgmma's A
 // operand and is converted in the registers of the warps that multiply; activations are its B
 // operand and are converted into shared memory. Warpgroups, over rings of stages of 128 columns:
 //
 //   math x 2   codes -> fragments, wgmma; 64 rows each      W, Operand -> WFree, OperandFree
-//   convert    activations' codes -> bf16 operand           X, OperandFree -> Operand, XFree
+//   convert    activations' codes -> operand                X, OperandFree -> Operand, XFree
 //   load       a warp for each ring: boxes of codes by the  XFree -> X, WFree -> W
 //              copy engine, scales by cp.async
 //
+// A scale that f16 has no room for (mxfp8.cuh) is taken for zero where all its codes are zeros. Where
+// they are not, a flag sends all roles over the columns again, in bf16, whose exponents hold any.
+//
 // A CTA has one tile; with few tiles a cluster of kSplit CTAs shares a tile's columns, and each
-// adds all partial sums of its part of the tokens.
+// adds all partial sums of its part of them.
 #include "product_math.cuh"
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -21,17 +24,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const int role = __shfl_sync(~0u, threadIdx.x / kGroup, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   const Part part(p);
+  if (warp == kThreads / 32 - 1) prefetch_start(p, part);
 
   if (role < kRowGroups) {
     grow_registers<kMathRegisters>();
     Math math(p, mem, part, role, warp % 4);
     math.init_barriers();
     meet();
-    math.multiply();
-    math.finish();
+    meet_ranks();
+    math.finish(math.multiply_all());
   } else if (role < kRowGroups + kConvertGroups) {
     shrink_registers<kConvertRegisters>();
-    convert_role(p, smem, warp - 4 * kRowGroups, part);
+    convert_role(smem, warp - 4 * kRowGroups, part);
   } else {
     shrink_registers<kLoadRegisters>();
     if (warp % 4 == 0) load_activations(p, smem, part);

@@ -14,6 +14,7 @@
 #endif
 constexpr int kTokens = TOKENS, kSplit = SPLIT;
 constexpr int kRows = 128;   // weight rows of a tile, 64 a warpgroup
+constexpr int kBoxRows = 32; // of a tensor copy: several are under way together
 constexpr bool kWide = kTokens == 128;
 // Warpgroups
 constexpr int kRowGroups = kRows / 64, kConvertGroups = kWide ? 2 : 1, kGroup = 128;
@@ -27,7 +28,7 @@ static_assert(kRowGroups * kMathRegisters + kConvertGroups * kConvertRegisters +
 constexpr u32 kSharedBytes = 232448;
 
 struct Params {
-  TensorMap x_map, w_map;  // of o.x and o.w, in boxes of a stage: 128 columns
+  TensorMap x_map, w_map;  // of o.x and o.w, in boxes of a stage: 128 columns; kTokens, kBoxRows
   Operands o;
   int token_tiles;
   int share;               // words of columns of a CTA
@@ -36,27 +37,27 @@ struct Params {
 
 // ---- shared memory, bytes. Rings of stages of 128 columns:
 constexpr int kBuffers = kWide ? 3 : 4, kXStages = kWide ? 3 : 4, kWStages = 4;
-constexpr u32 kOperandBytes = kTokens * kColumns * 2;  // activations, bf16 [2][tokens][64], swizzled
+constexpr u32 kOperandBytes = kTokens * kColumns * 2;  // activations [2][tokens][64], swizzled
 constexpr u32 kXScales = kTokens * kColumns,           // their codes, swizzled, then their scales
               kXBytes = kXScales + 1024;
 constexpr u32 kWScales = kRows * kColumns, kWBytes = kWScales + 1024;  // the weight's
 constexpr u32 kSmemX = kBuffers * kOperandBytes, kSmemW = kSmemX + kXStages * kXBytes,
               kRingsEnd = kSmemW + kWStages * kWBytes;
-// Afterwards, where these were: the tile's sums in rows of kPitch bytes, which keeps fragments
-// apart, and those that the other ranks of a cluster have for this rank's part of the tokens.
-constexpr int kOwnTokens = kTokens / kSplit;
-constexpr u32 kPitch = kRows * 4 + 16, kSumBytes = kOwnTokens * kPitch,
-              kSmemOthers = kTokens * kPitch, kSumsEnd = kSmemOthers + (kSplit - 1) * kSumBytes;
+// Afterwards, where these were: what the other ranks of a cluster have of the sums that a rank adds
+// and stores, kOwn of each thread of the math warps, in kParts parts with a barrier each.
+constexpr int kOwn = kTokens / 2 / kSplit, kParts = kOwn >= 16 ? 4 : 1;
+constexpr u32 kSumBytes = kOwn * 4 * kMathThreads, kSumsEnd = (kSplit - 1) * kSumBytes;
 constexpr u32 kSmemBars = kRingsEnd > kSumsEnd ? kRingsEnd : kSumsEnd;
 constexpr u32 kBarX = kSmemBars, kBarXFree = kBarX + 8 * kXStages, kBarW = kBarXFree + 8 * kXStages,
               kBarWFree = kBarW + 8 * kWStages, kBarOperand = kBarWFree + 8 * kWStages,
               kBarOperandFree = kBarOperand + 8 * kBuffers,
-              kBarOthers = kBarOperandFree + 8 * kBuffers, kSmemBytes = kBarOthers + 8;
-constexpr int kFullArrivals = 33;  // on a ring's barrier: a lane for the box, each for its scales
+              kBarOthers = kBarOperandFree + 8 * kBuffers, kAgain = kBarOthers + 8 * kParts,
+              kSmemBytes = kAgain + 8;
+constexpr int kFullArrivals = 33;  // on a ring's barrier: a lane for the boxes, each for its scales
 static_assert(kSmemBytes <= kSharedBytes, "an SM gives a CTA 227 KB");
-using XRing = Ring<kXStages>;
+static_assert(kXStages == kBuffers, "the converters have one slot and parity for both");
 using WRing = Ring<kWStages>;
-using OperandRing = Ring<kBuffers>;
+using OperandRing = Ring<kBuffers>;  // and activations' codes
 
 // A CTA's part: its tile, and its columns in words of 128. The grid is [row tiles x ranks] of
 // [groups x token tiles], so that CTAs that share activations are neighbours.
@@ -77,12 +78,35 @@ struct Part {
   }
 };
 
-enum NamedBarrier { kBarAll, kBarMath };
+enum NamedBarrier { kBarAll, kBarRoles };
+constexpr int kRoleThreads = kMathThreads + kConvertThreads + 2 * 32;  // but two idle warps
 
-// The whole cluster is here. Waits for no copies and orders no stores.
+// The CTA is here, with its barriers initialised. Before other ranks' memory is written to, they
+// are waited for with meet_ranks: all but the idle warps do that once.
 DEVICE void meet() {
+  if constexpr (kSplit > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  bar_sync(kBarAll, kThreads);
+}
+DEVICE void meet_ranks() {
+  if constexpr (kSplit > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// A block was met that f16 cannot hold: all ranks have to go over their columns again, in bf16.
+// again() itself orders no stores: a barrier that does takes 600 cycles more.
+DEVICE void ask_again(u32 smem) {
+  if (load_shared(smem + kAgain) != 0) return;
+#pragma unroll 1
+  for (u32 rank = 0; rank < kSplit; rank++)
+    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], 1;" ::"r"(
+                     kSplit > 1 ? map_to_rank(smem + kAgain, rank) : smem + kAgain)
+                 : "memory");
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+// All roles of the cluster are through with their columns. Whether to go over them again.
+DEVICE bool again(u32 smem) {
   if constexpr (kSplit > 1) cluster_meet();
-  else bar_sync(kBarAll, kThreads);
+  else bar_sync(kBarRoles, kRoleThreads);
+  return load_shared(smem + kAgain) != 0;
 }
 
 // Barriers that this thread initialised exist for the copy engine and the cluster.

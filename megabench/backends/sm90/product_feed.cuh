@@ -6,21 +6,51 @@
 
 #include "product.cuh"
 
-constexpr int kLanes = 32;
+constexpr int kLanes = 32, kPace = 1300;
+DEVICE void prefetch_line(const void* p) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
+}
 
-// Fills a ring: as many stages as it holds before the CTA meets, then one as each comes free.
-// `ask(word, slot)` starts a stage's copies.
-template <int Stages, class Ask> DEVICE void fill(const Part& t, u32 free_bar, Ask ask) {
-  const int ahead = min(t.first + Stages, t.last);
-#pragma unroll 1
-  for (int word = t.first; word < ahead; word++) ask(word, word - t.first);
-  meet();
+// Fills a ring, a stage as each comes free; again, if the roles go over the columns again.
+// `ask(word, slot)` starts a stage's copies. `Ahead` stages are asked for before the CTA meets, the
+// others that the ring has room for `Pace` cycles apart, so that no CTA's first stage is behind all
+// of them.
+template <int Stages, int Ahead, int Pace, class Ask>
+DEVICE void fill(const Part& t, u32 smem, u32 free_bar, Ask ask) {
+  const u32 start = (u32)clock();
   Ring<Stages> ring;
+  const auto feed = [&](int word, int end) {
 #pragma unroll 1
-  for (int word = ahead; word < t.last; word++, ring.advance()) {
-    mbar_wait(free_bar + 8 * ring.slot, ring.parity);
-    ask(word, ring.slot);
-  }
+    for (; word < end; word++, ring.advance()) {
+      const int i = word - t.first;
+      if (Pace > 0 && i < Stages)
+        while ((u32)clock() - start < (u32)(i * Pace)) {}
+      mbar_wait(free_bar + 8 * ring.slot, ring.parity ^ 1);
+      ask(word, ring.slot);
+    }
+  };
+  const int ahead = min(t.first + Ahead, t.last);
+  feed(t.first, ahead);
+  meet();
+  feed(ahead, t.last);
+  meet_ranks();
+  if (again(smem)) feed(t.first, t.last);
+}
+
+// One warp has L2 fetch lines of all that the first stages need: their pages' translations, which
+// take longer than a read, are then under way before the copy engine asks.
+DEVICE void prefetch_start(const Params& p, const Part& t) {
+  if (t.first >= t.last) return;
+  const Operands& o = p.o;
+  const int lane = threadIdx.x % kLanes, fourth = lane % 4 * 32;
+  const int word = min(t.first + lane / 4, t.last - 1), last = o.tokens - 1;
+  prefetch_line(o.w + t.group * o.w_group + (t.row + 4 * lane) * o.w_row + t.first * kColumns);
+  prefetch_line(o.x + t.group * o.x_group + min(t.token + 4 * lane, last) * o.x_token +
+                t.first * kColumns);
+  prefetch_line(o.w_scale + t.group * o.w_scale_group + (t.row + fourth) * o.w_scale_row +
+                word * o.w_scale_word);
+  prefetch_line(o.x_scale + t.group * o.x_scale_group +
+                min(t.token + fourth, last) * o.x_scale_token + word * o.x_scale_word);
 }
 
 // One warp for activations. Tokens past the last become zeros, unread.
@@ -36,7 +66,7 @@ DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
     fence_barriers();
   }
   __syncwarp();
-  fill<kXStages>(t, smem + kBarXFree, [&](int word, int slot) {
+  fill<kXStages, kXStages, 0>(t, smem, smem + kBarXFree, [&](int word, int slot) {
     const u32 full = smem + kBarX + 8 * slot, at = smem + kSmemX + slot * kXBytes;
     if (lane == 0) {
       mbar_arrive_expect(full, kTokens * kColumns);
@@ -65,11 +95,14 @@ DEVICE void load_weight(const Params& p, u32 smem, const Part& t) {
     fence_barriers();
   }
   __syncwarp();
-  fill<kWStages>(t, smem + kBarWFree, [&](int word, int slot) {
+  fill<kWStages, 1, kPace>(t, smem, smem + kBarWFree, [&](int word, int slot) {
     const u32 full = smem + kBarW + 8 * slot, at = smem + kSmemW + slot * kWBytes;
     if (lane == 0) {
       mbar_arrive_expect(full, kRows * kColumns);
-      tensor_copy_once(at, &p.w_map, word * kColumns, t.row, t.group, full, policy);
+#pragma unroll
+      for (int row = 0; row < kRows; row += kBoxRows)
+        tensor_copy_once(at + row * kColumns, &p.w_map, word * kColumns, t.row + row, t.group, full,
+                         policy);
     }
 #pragma unroll
     for (int i = 0; i < kRows; i += kLanes)
@@ -78,7 +111,7 @@ DEVICE void load_weight(const Params& p, u32 smem, const Part& t) {
   });
 }
 
-// Activations -> bf16 operands. A warp has one half of each stage, of every kStep-th eight tokens.
+// Activations -> operands. A warp has one half of each stage, of every kStep-th eight tokens.
 struct Converter {
   static constexpr int kStep = 2 * kConvertGroups, kUnits = kTokens / 8 / kStep;
   u32 from, scale_from, to;
@@ -101,54 +134,71 @@ struct Converter {
       scales[i] = load_shared_byte(scale_from + slot * kXBytes + i * kStep * 32);
     }
   }
-  template <bool Large>
-  DEVICE void store(const Codes& codes, const Scales& scales, u32 at) const {
+  DEVICE void store_unit(int i, int buffer, const u32 (&first)[4], const u32 (&second)[4]) const {
+    const u32 row = to + buffer * kOperandBytes + i * kStep * 8 * 128;
+    store_matrix4(row, first[0], second[0], first[1], second[1]);
+    store_matrix4(row ^ 64, first[2], second[2], first[3], second[3]);
+  }
+  DEVICE void store_f16(const Codes& codes, const Scales& scales, int buffer, u32 smem) const {
+    u32 furthest = 0, factor[kUnits];
 #pragma unroll
     for (int i = 0; i < kUnits; i++) {
-      u32 even[4], odd[4];
-      const u32 factor = first_factor(scales[i]);
+      furthest = max(furthest, scales[i] - kFirst);
+      factor[i] = f16_factor(scales[i]);
+    }
+    if (__any_sync(~0u, furthest > kLast - kFirst)) {
+      bool lost = false;
 #pragma unroll
-      for (int s = 0; s < 4; s++) {
-        widen(codes[i][s], factor, even[s], odd[s]);
-        if (Large) {
-          even[s] = mul_bf16x2(even[s], rest_factor(scales[i]));
-          odd[s] = mul_bf16x2(odd[s], rest_factor(scales[i]));
-        }
-      }
-      const u32 row = at + i * kStep * 8 * 128;
-      store_matrix4(row, even[0], odd[0], even[1], odd[1]);
-      store_matrix4(row ^ 64, even[2], odd[2], even[3], odd[3]);
+      for (int i = 0; i < kUnits; i++)
+        if (is_far(scales[i])) factor[i] = 0, lost |= any_value(codes[i]);
+      if (lost) ask_again(smem);
+    }
+#pragma unroll
+    for (int i = 0; i < kUnits; i++) {
+      u32 first[4], second[4];
+#pragma unroll
+      for (int s = 0; s < 4; s++) to_f16(codes[i][s], factor[i], first[s], second[s]);
+      store_unit(i, buffer, first, second);
     }
   }
-  DEVICE void store(const Codes& codes, const Scales& scales, int buffer) const {
-    u32 any = 0;
+  DEVICE void store_bf16(const Codes& codes, const Scales& scales, int buffer) const {
 #pragma unroll
-    for (int i = 0; i < kUnits; i++) any |= scales[i];
-    const u32 at = to + buffer * kOperandBytes;
-    if (__any_sync(~0u, has_large(any))) store<true>(codes, scales, at);
-    else store<false>(codes, scales, at);
+    for (int i = 0; i < kUnits; i++) {
+      u32 first[4], second[4];
+#pragma unroll
+      for (int s = 0; s < 4; s++) widen_any(codes[i][s], scales[i], first[s], second[s]);
+      store_unit(i, buffer, first, second);
+    }
   }
 };
 
-DEVICE void convert_role(const Params& p, u32 smem, int warp, const Part& t) {
-  const Converter converter(smem, warp);
-  const int lane = lane_id();
-  XRing ring;
-  OperandRing operands;
+// All columns, to f16 or to bf16. Codes and operands have rings of the same length.
+template <bool F16>
+DEVICE void convert(const Converter& converter, u32 smem, bool first_lane, const Part& t,
+                    OperandRing& ring) {
   Converter::Codes codes;
   Converter::Scales scales;
-  meet();
 #pragma unroll 1
-  for (int word = t.first; word < t.last; word++, ring.advance(), operands.advance()) {
+  for (int word = t.first; word < t.last; word++, ring.advance()) {
     mbar_wait(smem + kBarX + 8 * ring.slot, ring.parity);
     converter.load(ring.slot, codes, scales);
-    mbar_wait(smem + kBarOperandFree + 8 * operands.slot, operands.parity ^ 1);
-    converter.store(codes, scales, (int)operands.slot);
+    mbar_wait(smem + kBarOperandFree + 8 * ring.slot, ring.parity ^ 1);
+    if (F16) converter.store_f16(codes, scales, (int)ring.slot, smem);
+    else converter.store_bf16(codes, scales, (int)ring.slot);
     fence_async_proxy();
     __syncwarp();
-    if (lane == 0) {
-      mbar_arrive(smem + kBarOperand + 8 * operands.slot);
+    if (first_lane) {
+      mbar_arrive(smem + kBarOperand + 8 * ring.slot);
       mbar_arrive(smem + kBarXFree + 8 * ring.slot);
     }
   }
+}
+DEVICE void convert_role(u32 smem, int warp, const Part& t) {
+  const Converter converter(smem, warp);
+  const bool first_lane = lane_id() == 0;
+  OperandRing ring;
+  meet();
+  meet_ranks();
+  convert<true>(converter, smem, first_lane, t, ring);
+  if (again(smem)) convert<false>(converter, smem, first_lane, t, ring);
 }

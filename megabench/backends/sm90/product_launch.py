@@ -13,6 +13,8 @@ from megabench.backends.sm90.tensor_map import TensorMap, box_map
 
 ROWS = 128
 """Weight rows of a tile, and a multiple that a weight must have."""
+BOX_ROWS = 32
+"""Weight rows of a tensor copy."""
 WIDTHS = (16, 32, 64, 128)
 """Tokens of a tile."""
 SPLITS = (8, 4, 2)
@@ -120,7 +122,7 @@ def launch(
     build = build_for(index, width, tiles_of(tokens, groups, w.shape[1], width), o.words)
     params = Params(
         box_map(x, (width, 1, STAGE_COLUMNS)),
-        box_map(w, (1, ROWS, STAGE_COLUMNS)),
+        box_map(w, (1, BOX_ROWS, STAGE_COLUMNS)),
         o,
         token_tiles,
         -(-o.words // build.split),

@@ -3,23 +3,27 @@
 
 #include "product_feed.cuh"
 
-// `bytes` of this CTA's shared memory to a place and a barrier of the cluster's.
-DEVICE void bulk_send(u32 dst, u32 src, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-      ::"r"(dst), "r"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-DEVICE void store_global2(void* p, u32 x, u32 y) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(p), "r"(x), "r"(y) : "memory");
+// N floats to a place of the cluster's shared memory, counted on a barrier there.
+#define SEND "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes"
+template <int N> DEVICE void send(u32 to, const float* v, u32 bar) {
+  if constexpr (N == 4)
+    asm volatile(SEND ".v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(to), "f"(v[0]), "f"(v[1]),
+                 "f"(v[2]), "f"(v[3]), "r"(bar)
+                 : "memory");
+  else if constexpr (N == 2)
+    asm volatile(SEND ".v2.f32 [%0], {%1, %2}, [%3];" ::"r"(to), "f"(v[0]), "f"(v[1]), "r"(bar)
+                 : "memory");
+  else
+    asm volatile(SEND ".f32 [%0], %1, [%2];" ::"r"(to), "f"(v[0]), "r"(bar) : "memory");
 }
 
 struct Math {
   const Params& p;
-  u8* mem;
+  const u8* mem;
   u32 smem;
   const Part& part;
   int lane, col;           // col = lane % 4
+  u32 scale_bytes;         // of the first half: this lane's byte of a row's four, for __byte_perm
   int row;                 // the first of the lane's two rows: a fragment's rows r and r + 8 are
                            // neighbours of the weight
   float acc[kTokens / 2];
@@ -27,9 +31,9 @@ struct Math {
   OperandRing operands;
   u32 multiplied = 0;      // the operand before
 
-  DEVICE Math(const Params& params, u8* mem_, const Part& part_, int group, int warp)
+  DEVICE Math(const Params& params, const u8* mem_, const Part& part_, int group, int warp)
       : p(params), mem(mem_), smem(smem_address(mem_)), part(part_), lane(lane_id()),
-        col(lane & 3) {
+        col(lane & 3), scale_bytes(0x4040 + 0x0101 * (col >> 1)) {
     const int r = lane >> 2;  // the quarters of a warp read rows that lie four apart (spread)
     row = group * 64 + warp * 16 + 2 * ((r & 4) | (r & 1) << 1 | (r & 2) >> 1);
   }
@@ -52,26 +56,38 @@ struct Math {
                  raw.scales[1]);
   }
 
-  DEVICE void widen_half(int half, const Raw& raw, bool large, Fragments& a) const {
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-      const u32 factor = first_factor(scale_of(raw, r, half));
-#pragma unroll
-      for (int s = 0; s < 4; s++) widen(raw.codes[r][s], factor, a[s][r], a[s][r + 2]);
-    }
-    if (large)
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const u32 rest = rest_factor(scale_of(raw, r, half));
-#pragma unroll
-        for (int s = 0; s < 4; s++) {
-          a[s][r] = mul_bf16x2(a[s][r], rest);
-          a[s][r + 2] = mul_bf16x2(a[s][r + 2], rest);
-        }
-      }
+  // The factor of a row's block: its byte in both halves, in the exponents.
+  DEVICE u32 f16_factor_of(const Raw& raw, int r, int half) const {
+    const u32 twice = __byte_perm(raw.scales[r], 0, scale_bytes + half * 0x0202);
+    return (twice << 10) - (kUnit - 15) * kHalfTwice;
   }
   DEVICE u32 scale_of(const Raw& raw, int r, int half) const {
     return raw.scales[r] >> (half * 16 + (col & 2) * 4) & 0xff;
+  }
+
+  // `far`: a scale of the warp's stage is out of f16's range.
+  DEVICE void to_f16_half(int half, const Raw& raw, bool far, Fragments& a) const {
+    u32 factor[2];
+#pragma unroll
+    for (int r = 0; r < 2; r++) factor[r] = f16_factor_of(raw, r, half);
+    if (far) {
+      bool lost = false;
+#pragma unroll
+      for (int r = 0; r < 2; r++)
+        if (is_far(scale_of(raw, r, half))) factor[r] = 0, lost |= any_value(raw.codes[r]);
+      if (lost) ask_again(smem);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int s = 0; s < 4; s++) to_f16(raw.codes[r][s], factor[r], a[s][r], a[s][r + 2]);
+  }
+  DEVICE void to_bf16_half(int half, const Raw& raw, Fragments& a) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+#pragma unroll
+      for (int s = 0; s < 4; s++)
+        widen_any(raw.codes[r][s], scale_of(raw, r, half), a[s][r], a[s][r + 2]);
   }
 
   DEVICE void free_operand() const {
@@ -85,111 +101,146 @@ struct Math {
         mbar_init(smem + kBarOperand + 8 * i, 4 * kConvertGroups);
         mbar_init(smem + kBarOperandFree + 8 * i, 4 * kRowGroups);
       }
-      mbar_init(smem + kBarOthers, 1);
-      if (kSplit > 1) mbar_arrive_expect(smem + kBarOthers, (kSplit - 1) * kSumBytes);
+      for (int i = 0; i < kParts; i++) {
+        mbar_init(smem + kBarOthers + 8 * i, 1);
+        if (kSplit > 1)
+          mbar_arrive_expect(smem + kBarOthers + 8 * i, (kSplit - 1) * kSumBytes / kParts);
+      }
+      store_shared(smem + kAgain, 0);
       fence_barriers();
     }
     __syncwarp();
   }
 
   // acc (+)= half a stage, started; the half before has then been multiplied.
-  DEVICE void multiply_half(int half, const Fragments& a, bool first) {
+  template <bool F16> DEVICE void multiply_half(int half, const Fragments& a, bool first) {
     const u64 b =
         tile_descriptor<128>(smem + operands.slot * kOperandBytes + half * kTokens * 128, 16);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; s++)
-      wgmma_from_registers<kTokens>(acc, a[s], b + descriptor_step(s * 32),
-                                    !(first && half == 0 && s == 0));
+      wgmma_from_registers<kTokens, F16>(acc, a[s], b + descriptor_step(s * 32),
+                                         !(first && half == 0 && s == 0));
     wgmma_commit();
     wgmma_wait<1>();
   }
 
-  // Half a stage is widened while the half before is multiplied.
-  DEVICE void multiply() {
-    if (part.first >= part.last) {
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; i++) acc[i] = 0;
-      return;
-    }
+  // All columns. Half a stage is converted while the half before is multiplied.
+  template <bool F16> DEVICE void multiply() {
     Raw raw;
     Fragments a[2];
     load_stage(raw);
 #pragma unroll 1
     for (int word = part.first; word < part.last; word++, operands.advance()) {
       const bool first = word == part.first;
-      const bool large = __any_sync(~0u, has_large(raw.scales[0] | raw.scales[1]));
-      widen_half(0, raw, large, a[0]);
+      bool far = false;
+      if constexpr (F16) {
+        far = __any_sync(~0u, far_bits(raw.scales[0]) | far_bits(raw.scales[1]));
+        to_f16_half(0, raw, far, a[0]);
+      } else {
+        to_bf16_half(0, raw, a[0]);
+      }
       load_codes(1, raw);
       mbar_wait(smem + kBarOperand + 8 * operands.slot, operands.parity);
-      multiply_half(0, a[0], first);
+      multiply_half<F16>(0, a[0], first);
       if (!first) free_operand();  // the stage before has been multiplied
       multiplied = operands.slot;
-      widen_half(1, raw, large, a[1]);
+      if constexpr (F16) to_f16_half(1, raw, far, a[1]);
+      else to_bf16_half(1, raw, a[1]);
       __syncwarp();
       if (lane == 0) mbar_arrive(smem + kBarWFree + 8 * ring.slot);
       ring.advance();
       if (word + 1 < part.last) load_stage(raw);
-      multiply_half(1, a[1], first);
+      multiply_half<F16>(1, a[1], first);
     }
     wgmma_wait<0>();
     pin(acc);
+    free_operand();
   }
 
-  // The sums as floats [token][row] in shared memory.
-  DEVICE void write_sums() const {
-    u8* at = mem + 2 * col * kPitch + row * 4;
+  // In f16, or else again in bf16. Returns the sums' unit.
+  DEVICE float multiply_all() {
+    const bool any = part.first < part.last;
+    if (any) {
+      multiply<true>();
+    } else {
 #pragma unroll
-    for (int j = 0; j < kTokens / 8; j++)
-#pragma unroll
-      for (int i = 0; i < 2; i++)
-        *(float2*)(at + (8 * j + i) * kPitch) = make_float2(acc[4 * j + i], acc[4 * j + 2 + i]);
+      for (int i = 0; i < kTokens / 2; i++) acc[i] = 0;
+    }
+    if (!again(smem)) return kUnitOfProducts;
+    if (any) multiply<false>();
+    if constexpr (kSplit > 1) cluster_meet();  // no rank reads operands any more
+    return 1;
   }
 
-  // Each rank gets what the others have of its tokens.
-  DEVICE void exchange() const {
-    if (threadIdx.x == 0)
-#pragma unroll 1
-      for (u32 to = 0; to < kSplit; to++)
-        if (to != part.rank)
-          bulk_send(map_to_rank(smem + kSmemOthers + others(part.rank, to) * kSumBytes, to),
-                    smem + to * kSumBytes, kSumBytes, map_to_rank(smem + kBarOthers, to));
-    mbar_wait(smem + kBarOthers, 0);
+  // Ranks share out each thread's sums: rank r's are those from the r kOwn-th on. In this order two
+  // rows of a token are neighbours.
+  static DEVICE constexpr int place(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
+  static constexpr int kChunk = kOwn < 4 ? kOwn : 4, kPart = kOwn / kParts;
+  // Where `rank`'s sums are among those that `at` gets.
+  DEVICE u32 others(u32 rank, u32 at) const {
+    return (rank - (rank > at)) * kSumBytes + threadIdx.x * 4 * kChunk;
   }
-  // The place of `rank`'s sums among those that `at` gets.
-  static DEVICE u32 others(u32 rank, u32 at) { return rank - (rank > at); }
 
-  DEVICE void store_tokens() const {
-    constexpr int kFours = kRows / 4, kStep = kMathThreads / kFours;
-    const Operands& o = p.o;
-    const int four = threadIdx.x % kFours * 4, base = part.rank * kOwnTokens;
-    const int live = min(kOwnTokens, o.tokens - part.token - base);
-    u16* out = o.out + part.group * o.out_group + (part.token + base) * o.out_token + part.row + four;
-#pragma unroll 2
-    for (int t = threadIdx.x / kFours; t < live; t += kStep) {
-      float4 sum = {};
+  DEVICE void send_part(int i) const {
 #pragma unroll
-      for (u32 rank = 0; rank < kSplit; rank++) {  // in their order
-        const u32 from = rank == part.rank ? base * kPitch
-                                           : kSmemOthers + others(rank, part.rank) * kSumBytes;
-        const float4 v = *(const float4*)(mem + from + t * kPitch + four * 4);
-        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-      }
-      store_global2(out + t * o.out_token, pack_bf16(sum.x, sum.y), pack_bf16(sum.z, sum.w));
+    for (u32 to = 0; to < kSplit; to++) {
+      float v[kPart];
+#pragma unroll
+      for (int e = 0; e < kPart; e++) v[e] = acc[place(to * kOwn + i * kPart + e)];
+      if (to == part.rank) continue;
+      const u32 at = map_to_rank(smem + others(part.rank, to), to) + i * kPart * 4 * kMathThreads;
+      const u32 bar = map_to_rank(smem + kBarOthers + 8 * i, to);
+#pragma unroll
+      for (int e = 0; e < kPart; e += kChunk) send<kChunk>(at + e * 4 * kMathThreads, v + e, bar);
     }
   }
-
-  DEVICE void finish() {
-    meet_math();  // no warp of the cluster reads operands any more
-    write_sums();
-    if (kSplit > 1) fence_async_proxy();
-    bar_sync(kBarMath, kMathThreads);
-    if (kSplit > 1) exchange();
-    store_tokens();
-    if (kSplit > 1) cluster_meet();  // nobody leaves while its sums are sent
+  // Adds all ranks' sums of a chunk, in their order.
+  DEVICE void add_chunk(int e, const float (&own)[kOwn], float (&total)[kChunk]) const {
+#pragma unroll
+    for (u32 rank = 0; rank < kSplit; rank++) {
+      const float* theirs =
+          (const float*)(mem + others(rank, part.rank) + e * 4 * kMathThreads);
+#pragma unroll
+      for (int k = 0; k < kChunk; k++)
+        total[k] += rank == part.rank ? own[e + k] : theirs[k];
+    }
   }
-  static DEVICE void meet_math() {
-    if constexpr (kSplit > 1) cluster_meet();
-    else bar_sync(kBarMath, kMathThreads);
+  DEVICE void store_chunk(int e, const float (&total)[kChunk], float unit) const {
+    const Operands& o = p.o;
+#pragma unroll
+    for (int k = 0; k < kChunk; k += 2) {
+      const int at = part.rank * kOwn + e + k;
+      const int token = part.token + at / 4 * 8 + 2 * col + (at >> 1 & 1);
+      u16* out = o.out + part.group * o.out_group + token * o.out_token + part.row + row;
+      if (token >= o.tokens) continue;
+      if constexpr (kOwn > 1) *(u32*)out = pack_bf16(total[k] * unit, total[k + 1] * unit);
+      else out[at & 1] = (u16)pack_bf16(total[k] * unit, 0);
+    }
+  }
+  // A part is added and stored while the next ones arrive.
+  DEVICE void finish(float unit) const {
+    if constexpr (kSplit > 1)
+#pragma unroll
+      for (int i = 0; i < kParts; i++) send_part(i);
+    float own[kOwn] = {};
+#pragma unroll
+    for (u32 rank = 0; rank < kSplit; rank++)
+#pragma unroll
+      for (int e = 0; e < kOwn; e++) {
+        float sum = acc[place(rank * kOwn + e)];
+        asm volatile("" : "+f"(sum));  // or the compiler would index registers
+        own[e] = rank == part.rank ? sum : own[e];
+      }
+#pragma unroll
+    for (int i = 0; i < kParts; i++) {
+      if constexpr (kSplit > 1) mbar_wait(smem + kBarOthers + 8 * i, 0);
+#pragma unroll
+      for (int e = i * kPart; e < (i + 1) * kPart; e += kChunk) {
+        float total[kChunk] = {};
+        add_chunk(e, own, total);
+        store_chunk(e, total, unit);
+      }
+    }
   }
 };

@@ -37,18 +37,6 @@ DEVICE u32 load4(const u32* p) {
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(p));
   return v;
 }
-// Four e4m3 codes -> f16: the first two and the last two.
-DEVICE void to_f16(u32 codes, u32& low, u32& high) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\n"
-      "cvt.rn.f16x2.e4m3x2 %0, l;\ncvt.rn.f16x2.e4m3x2 %1, h;\n}"
-      : "=r"(low), "=r"(high)
-      : "r"(codes));
-}
-DEVICE u32 mul_f16x2(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 DEVICE void mma(float (&d)[4], const u32 (&low)[2], const u32 (&high)[2], u32 x_low, u32 x_high) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
