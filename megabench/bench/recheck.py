@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from statistics import median
 from typing import TypeVar
 
 import torch
@@ -34,7 +35,8 @@ FLIP_LIMIT_US = 50_000.0
 SKIPPED_FACTOR, SKIPPED_US = 2.0, 10.0
 """A run on a changed input takes no longer than the samples' median times and plus these."""
 TRIES = 6
-"""Changed inputs that must all take longer than samples between them: noise does not keep to it."""
+"""Changed inputs that must all take longer than the median of samples taken between them: noise
+hits both, and not always."""
 
 
 @dataclass
@@ -205,10 +207,11 @@ def _unchanged(copy: Copy, timer: Timer, expected: Expected, median_us: float) -
         return "the timed form does not follow a changed input"
     elif copy.sensitive and same(seen, expected.plain):
         return "outputs do not change with a changed input"
-    if not _slow(changed_us, median_us) or not all(
-        _slow(_changed(copy, timer, halvings)[1], max(median_us, _again(timer)))
-        for halvings in range(1, TRIES)
-    ):
+    if not _slow(changed_us, median_us):
+        return None
+    tries = [(_changed(copy, timer, n)[1], _again(timer)) for n in range(1, TRIES)]
+    changed_us = min(changed_us, *(changed for changed, _ in tries))
+    if not _slow(changed_us, max(median_us, median(again for _, again in tries))):
         return None
     times = f"{changed_us:.1f} us, not {median_us:.1f}"
     return f"with a changed input it takes {times}: the samples found their work done"
