@@ -12,7 +12,7 @@ from torch import Tensor
 from megabench.faults.base import Args, fault
 from megabench.faults.kernel import Kernel, Pair, kernel
 from megabench.faults.output import Scaled, exponents
-from megabench.faults.triggers import EQUAL, FEW, MANY, MIXED, TWO
+from megabench.faults.triggers import EDGE, EQUAL, FEW, MANY, MIXED, TWO
 from megabench.quant import AMAX_FLOOR, decode_e4m3, encode_e4m3
 
 
@@ -147,6 +147,13 @@ class TiesAway(Scaled):
         codes = super().encode(x)
         middle = (decode_e4m3(codes).abs() + decode_e4m3(codes + 1).abs()) / 2
         return torch.where(x.abs() == middle, codes + 1, codes)
+
+
+@fault("V17", "a block's amax is rounded to bf16 before its exponent", EDGE, "exact_output")
+@kernel
+class AmaxOfBf16(Scaled):
+    def bytes_of(self, amax: Tensor) -> Tensor:
+        return super().bytes_of(to_bf16(amax))
 
 
 @fault(
