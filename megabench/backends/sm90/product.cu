@@ -10,8 +10,8 @@
 //   load       a warp for each ring: boxes of codes by the  XFree -> X, WFree -> W
 //              copy engine, scales by cp.async
 //
-// A scale that f16 has no room for (mxfp8.cuh) is taken for zero where all its codes are zeros. Where
-// they are not, a flag sends all roles over the columns again, in bf16, whose exponents hold any.
+// A scale that f16 has no room for (mxfp8.cuh) is taken for zero where all its codes are zeros.
+// Where they are not, a flag sends all roles over the columns again, in bf16, which holds any.
 //
 // A CTA has one tile; with few tiles a cluster of kSplit CTAs shares a tile's columns, and each
 // adds all partial sums of its part of them.
@@ -31,7 +31,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     Math math(p, mem, part, role, warp % 4);
     math.init_barriers();
     meet();
-    meet_ranks();
     math.finish(math.multiply_all());
   } else if (role < kRowGroups + kConvertGroups) {
     shrink_registers<kConvertRegisters>();

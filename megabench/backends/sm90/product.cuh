@@ -81,31 +81,34 @@ struct Part {
 enum NamedBarrier { kBarAll, kBarRoles };
 constexpr int kRoleThreads = kMathThreads + kConvertThreads + 2 * 32;  // but two idle warps
 
-// The CTA is here, with its barriers initialised. Before other ranks' memory is written to, they
-// are waited for with meet_ranks: all but the idle warps do that once.
+// The CTA is here, with its barriers initialised.
 DEVICE void meet() {
   if constexpr (kSplit > 1) asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
   bar_sync(kBarAll, kThreads);
 }
-DEVICE void meet_ranks() {
-  if constexpr (kSplit > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
 
 // A block was met that f16 cannot hold: all ranks have to go over their columns again, in bf16.
-// again() itself orders no stores: a barrier that does takes 600 cycles more.
 DEVICE void ask_again(u32 smem) {
-  if (load_shared(smem + kAgain) != 0) return;
-#pragma unroll 1
-  for (u32 rank = 0; rank < kSplit; rank++)
-    asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], 1;" ::"r"(
-                     kSplit > 1 ? map_to_rank(smem + kAgain, rank) : smem + kAgain)
-                 : "memory");
-  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+  asm volatile("st.relaxed.cta.shared::cta.u32 [%0], 1;" ::"r"(smem + kAgain) : "memory");
 }
-// All roles of the cluster are through with their columns. Whether to go over them again.
+// All roles of the cluster are through with their columns. Whether to go over them again: warps
+// that asked tell all ranks. The barrier orders no stores, which would take 600 cycles more.
 DEVICE bool again(u32 smem) {
-  if constexpr (kSplit > 1) cluster_meet();
-  else bar_sync(kBarRoles, kRoleThreads);
+  if constexpr (kSplit > 1) {
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // of meet()
+    if (load_shared(smem + kAgain) != 0) {
+#pragma unroll 1
+      for (u32 rank = 0; rank < kSplit; rank++)
+        asm volatile("st.relaxed.cluster.shared::cluster.u32 [%0], 1;" ::"r"(
+                         map_to_rank(smem + kAgain, rank))
+                     : "memory");
+      asm volatile("fence.acq_rel.cluster;" ::: "memory");
+    }
+    __syncwarp();
+    cluster_meet();
+  } else {
+    bar_sync(kBarRoles, kRoleThreads);
+  }
   return load_shared(smem + kAgain) != 0;
 }
 

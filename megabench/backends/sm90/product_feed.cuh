@@ -31,9 +31,9 @@ DEVICE void fill(const Part& t, u32 smem, u32 free_bar, Ask ask) {
   };
   const int ahead = min(t.first + Ahead, t.last);
   feed(t.first, ahead);
+  __syncwarp();  // one lane may be behind, asking
   meet();
   feed(ahead, t.last);
-  meet_ranks();
   if (again(smem)) feed(t.first, t.last);
 }
 
@@ -66,7 +66,7 @@ DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
     fence_barriers();
   }
   __syncwarp();
-  fill<kXStages, kXStages, 0>(t, smem, smem + kBarXFree, [&](int word, int slot) {
+  fill<kXStages, 1, 0>(t, smem, smem + kBarXFree, [&](int word, int slot) {
     const u32 full = smem + kBarX + 8 * slot, at = smem + kSmemX + slot * kXBytes;
     if (lane == 0) {
       mbar_arrive_expect(full, kTokens * kColumns);
@@ -198,7 +198,6 @@ DEVICE void convert_role(u32 smem, int warp, const Part& t) {
   const bool first_lane = lane_id() == 0;
   OperandRing ring;
   meet();
-  meet_ranks();
   convert<true>(converter, smem, first_lane, t, ring);
   if (again(smem)) convert<false>(converter, smem, first_lane, t, ring);
 }

@@ -29,7 +29,6 @@ struct Math {
   float acc[kTokens / 2];
   WRing ring;
   OperandRing operands;
-  u32 multiplied = 0;      // the operand before
 
   DEVICE Math(const Params& params, const u8* mem_, const Part& part_, int group, int warp)
       : p(params), mem(mem_), smem(smem_address(mem_)), part(part_), lane(lane_id()),
@@ -90,8 +89,10 @@ struct Math {
         widen_any(raw.codes[r][s], scale_of(raw, r, half), a[s][r], a[s][r + 2]);
   }
 
+  // The operand before the ring's has been multiplied.
   DEVICE void free_operand() const {
-    if (lane == 0) mbar_arrive(smem + kBarOperandFree + 8 * multiplied);
+    const u32 before = operands.slot == 0 ? kBuffers - 1 : operands.slot - 1;
+    if (lane == 0) mbar_arrive(smem + kBarOperandFree + 8 * before);
   }
 
   // The barriers that no ring of codes has.
@@ -143,8 +144,7 @@ struct Math {
       load_codes(1, raw);
       mbar_wait(smem + kBarOperand + 8 * operands.slot, operands.parity);
       multiply_half<F16>(0, a[0], first);
-      if (!first) free_operand();  // the stage before has been multiplied
-      multiplied = operands.slot;
+      if (!first) free_operand();
       if constexpr (F16) to_f16_half(1, raw, far, a[1]);
       else to_bf16_half(1, raw, a[1]);
       __syncwarp();
@@ -206,23 +206,26 @@ struct Math {
         total[k] += rank == part.rank ? own[e + k] : theirs[k];
     }
   }
-  DEVICE void store_chunk(int e, const float (&total)[kChunk], float unit) const {
-    const Operands& o = p.o;
+  // `out`: of the lane's two rows and first token.
+  DEVICE void store_chunk(int e, const float (&total)[kChunk], float unit, u16* out) const {
+    const int first = part.rank * kOwn, live = p.o.tokens - first_token();
 #pragma unroll
     for (int k = 0; k < kChunk; k += 2) {
-      const int at = part.rank * kOwn + e + k;
-      const int token = part.token + at / 4 * 8 + 2 * col + (at >> 1 & 1);
-      u16* out = o.out + part.group * o.out_group + token * o.out_token + part.row + row;
-      if (token >= o.tokens) continue;
-      if constexpr (kOwn > 1) *(u32*)out = pack_bf16(total[k] * unit, total[k + 1] * unit);
-      else out[at & 1] = (u16)pack_bf16(total[k] * unit, 0);
+      const int at = kOwn < 4 ? first % 4 + k : e + k, token = at / 4 * 8 + (at >> 1 & 1);
+      if (token >= live) continue;
+      u16* to = out + token * p.o.out_token;
+      if constexpr (kOwn > 1) *(u32*)to = pack_bf16(total[k] * unit, total[k + 1] * unit);
+      else to[first & 1] = (u16)pack_bf16(total[k] * unit, 0);
     }
   }
+  DEVICE int first_token() const { return part.token + part.rank * kOwn / 4 * 8 + 2 * col; }
   // A part is added and stored while the next ones arrive.
   DEVICE void finish(float unit) const {
     if constexpr (kSplit > 1)
 #pragma unroll
       for (int i = 0; i < kParts; i++) send_part(i);
+    u16* out =
+        p.o.out + part.group * p.o.out_group + first_token() * p.o.out_token + part.row + row;
     float own[kOwn] = {};
 #pragma unroll
     for (u32 rank = 0; rank < kSplit; rank++)
@@ -239,7 +242,7 @@ struct Math {
       for (int e = i * kPart; e < (i + 1) * kPart; e += kChunk) {
         float total[kChunk] = {};
         add_chunk(e, own, total);
-        store_chunk(e, total, unit);
+        store_chunk(e, total, unit, out);
       }
     }
   }
