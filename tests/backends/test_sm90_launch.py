@@ -169,16 +169,17 @@ def test_decode_counts_its_clusters_once_large_ones_are_allowed(driver: Driver) 
 
 
 @pytest.mark.parametrize(
-    ("items", "shape", "ctas"), [(2, (5, 8), 80), (100, (1, 1), 100), (4000, (1, 1), SMS)]
+    ("items", "shape", "grid"),
+    [(2, (5, 8), (5, 16, 1)), (100, (1, 1), (100, 1, 1)), (4000, (1, 1), (SMS, 1, 1))],
 )
 def test_decode_has_a_cluster_for_each_replica_or_is_persistent(
-    driver: Driver, items: int, shape: tuple[int, int], ctas: int
+    driver: Driver, items: int, shape: tuple[int, int], grid: tuple[int, int, int]
 ) -> None:
     params = decode_params(items)
     decode_launch.decode_kernel(0, False).launch(params, decode_launch.Shape(*shape))
     assert (params.split, params.replicas) == shape
     (launch,) = driver.launches
-    assert (launch["grid"], launch["cluster"]) == ((ctas, 1, 1), shape[0])
+    assert (launch["grid"], launch["cluster"]) == (grid, shape[0])
 
 
 @pytest.mark.parametrize(("items", "ctas"), [(5, 5), (4000, SMS)])
