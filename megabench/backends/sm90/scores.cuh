@@ -216,6 +216,7 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
       cursor.fetch();
       arrive_early(p);
       s.copy_sinks(thread);
+      copy_commit();
       mbar_wait(smem + kBarFirstTile, 0);
     } else {
       copy_wait<0>();
