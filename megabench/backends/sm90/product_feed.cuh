@@ -1,4 +1,4 @@
-// The roles that feed the product: codes and scales into their rings, activations to bf16.
+// The roles that feed the product: codes and scales into their rings, activations to f16 or bf16.
 //
 // Both operands take the columns of half a stage (64) in one order: lane c of four has 16
 // neighbouring columns, and its word s of them makes its share of wgmma's step s.

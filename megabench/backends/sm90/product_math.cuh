@@ -1,4 +1,4 @@
-// The math role of the product: weights to bf16 fragments, wgmma, the sums of a cluster, the store.
+// The math role of the product: weights to fragments, wgmma, the sums of a cluster, the store.
 #pragma once
 
 #include "product_feed.cuh"

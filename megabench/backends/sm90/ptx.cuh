@@ -189,7 +189,9 @@ DEVICE void store_remote4(u32 a, float x, float y, float z, float w) {
 DEVICE void store_remote2(u32 a, float x, float y) {
   asm volatile("st.shared::cluster.v2.f32 [%0], {%1, %2};" ::"r"(a), "f"(x), "f"(y) : "memory");
 }
-// Every thread of the cluster passes here. Orders no stores: for memory that was only read.
+// Every thread of the cluster passes here. Orders no stores: for memory whose reads have returned,
+// and whose stores the other threads of their CTA have seen. PTX promises less, for it counts no read
+// as done before a release.
 DEVICE void cluster_meet() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::

@@ -247,6 +247,8 @@ DEVICE void score_role(const Params& p, u8* mem, int warp, int first_item, int i
     if (!kClustered) {
       if (me.warp < 2) {
         const int token = token_of(p, item), at = first_head(p, item) + head;
+        if (!more && turn > 0)  // or a last item of one block would complete Inverse twice unseen
+          mbar_wait(smem + kBarItemDone, (turn - 1) & 1);
         s.floats(kSmemInverse)[(turn & 1) * kHeads + head] =
             inverse_sum(t.x, t.y, s.floats(kSmemSink)[first_head(p, item) + head]);
         p.lse[(i64)token * p.head_tiles * kHeads + at] = natural_lse(t.x, t.y);
