@@ -46,5 +46,7 @@ def _others_in(weight: Tensor) -> Iterator[Tensor]:
     codes = weight.view(torch.uint8)
     kept = codes.clone()
     codes.copy_(kept.flip(-2))
-    yield weight.view(weight.shape)
-    codes.copy_(kept)
+    try:
+        yield weight.view(weight.shape)
+    finally:
+        codes.copy_(kept)

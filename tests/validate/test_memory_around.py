@@ -18,6 +18,7 @@ from megabench.quant import dequantize_mxfp8, quantize_activation
 from megabench.results.schema import StageResult
 from megabench.validate import Store, examine, validate_case
 from megabench.validate.guards import fingerprint
+from megabench.validate.reload import reload_weights
 from megabench.validate.trace import (
     COMBINE,
     DECODE,
@@ -27,6 +28,7 @@ from megabench.validate.trace import (
     PREFILL,
     whole,
 )
+from megabench.workload import build_workload, checkpoint, make_layer
 
 CPU = torch.device("cpu")
 Wrong = Callable[..., list[str]]
@@ -154,6 +156,22 @@ def test_a_weight_kept_by_its_address_is_stale_after_a_reload(make_case: Any) ->
     store.add_backend("own", DenseByAddress())
     row = examine(make_case(), "own", CPU, store)
     assert row.reason.startswith("wq_b_linear"), row.reason
+
+
+class BreaksInTheEinsum(TorchBackend):
+    """Raises where a reload uses other weights at a layer's addresses."""
+
+    def fp8_einsum(self, *operands: Any, **options: Any) -> None:
+        raise RuntimeError("no such instruction")
+
+
+def test_a_reload_that_breaks_leaves_the_weights_as_they_were(make_case: Any) -> None:
+    workload = build_workload(make_case(), CPU)
+    layer = make_layer(workload, BreaksInTheEinsum(), checkpoint(workload.geometry, 0, None, CPU))
+    before = fingerprint(layer.wo_a.weight)
+    with pytest.raises(RuntimeError, match="no such instruction"):
+        reload_weights(layer)
+    assert fingerprint(layer.wo_a.weight) == before
 
 
 # ---- what an op gives back -----------------------------------------------------------------------

@@ -11,7 +11,7 @@
 //              copy engine, scales by cp.async
 //
 // A scale that f16 has no room for (mxfp8.cuh) is taken for zero where all its codes are zeros.
-// Where they are not, a flag sends all roles over the columns again, in bf16, which holds any.
+// Where they are not, a flag sends all roles over the columns again, in bf16, which has room.
 //
 // A CTA has one tile; with few tiles a cluster of kSplit CTAs shares a tile's columns, and each
 // adds all partial sums of its part of them.
