@@ -11,18 +11,6 @@ DEVICE void prefetch_line(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p) : "memory");
 }
 
-// A ring's barriers; `readers` arrive on a stage that they have read. A whole warp.
-template <int Stages> DEVICE void init_ring(int lane, u32 full_bar, u32 free_bar, int readers) {
-  if (lane == 0) {
-    for (int i = 0; i < Stages; i++) {
-      mbar_init(full_bar + 8 * i, kFullArrivals);
-      mbar_init(free_bar + 8 * i, readers);
-    }
-    fence_barriers();
-  }
-  __syncwarp();
-}
-
 // Fills a ring, a stage as each comes free; again, if the roles go over the columns again.
 // `ask(word, slot)` starts a stage's copies. `Ahead` stages are asked for before the CTA meets, the
 // others that the ring has room for `Pace` cycles apart, so that no CTA's first stage is behind all
@@ -70,7 +58,14 @@ DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
   const Operands& o = p.o;
   const int lane = lane_id(), live = o.tokens - t.token - lane;
   const u32* scale = o.x_scale + t.group * o.x_scale_group + (t.token + lane) * o.x_scale_token;
-  init_ring<kXStages>(lane, smem + kBarX, smem + kBarXFree, 4 * kConvertGroups);
+  if (lane == 0) {
+    for (int i = 0; i < kXStages; i++) {
+      mbar_init(smem + kBarX + 8 * i, kFullArrivals);
+      mbar_init(smem + kBarXFree + 8 * i, 4 * kConvertGroups);
+    }
+    fence_barriers();
+  }
+  __syncwarp();
   fill<kXStages, 1, 0>(t, smem, smem + kBarXFree, [&](int word, int slot) {
     const u32 full = smem + kBarX + 8 * slot, at = smem + kSmemX + slot * kXBytes;
     if (lane == 0) {
@@ -92,7 +87,14 @@ DEVICE void load_weight(const Params& p, u32 smem, const Part& t) {
   const int lane = lane_id();
   const u32* scale = o.w_scale + t.group * o.w_scale_group + (t.row + lane) * o.w_scale_row;
   const u64 policy = once_policy();
-  init_ring<kWStages>(lane, smem + kBarW, smem + kBarWFree, 4 * kRowGroups);
+  if (lane == 0) {
+    for (int i = 0; i < kWStages; i++) {
+      mbar_init(smem + kBarW + 8 * i, kFullArrivals);
+      mbar_init(smem + kBarWFree + 8 * i, 4 * kRowGroups);
+    }
+    fence_barriers();
+  }
+  __syncwarp();
   fill<kWStages, 1, kPace>(t, smem, smem + kBarWFree, [&](int word, int slot) {
     const u32 full = smem + kBarW + 8 * slot, at = smem + kSmemW + slot * kWBytes;
     if (lane == 0) {
