@@ -137,6 +137,19 @@ def test_every_lane_arrives_and_the_counts_match(monkeypatch: pytest.MonkeyPatch
         assert "32 * (" in text
 
 
+def test_late_warps_sleep_before_they_arrive_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from late_warps import late_sources
+
+    files = sources("decode.cu")
+    changed = late_sources(files)
+    assert {name for name in files if changed[name] != files[name]} == {"ptx.cuh"}
+    text = changed["ptx.cuh"].decode()
+    for name in ("mbar_arrive", "mbar_wait", "bar_sync", "bar_arrive"):
+        assert re.search(rf"DEVICE void {name}\([^)]*\) {{\n  come_late\(\);", text)
+    assert text.index("come_late() {") < text.index("come_late();")
+
+
 def test_reports_of_other_tools_are_counted_by_place(log: ModuleType) -> None:
     report = log.read_log(MEMCHECK.splitlines(), {})
     ((finding, extent),) = report.findings.items()

@@ -1,6 +1,7 @@
 """Checks the sm90 decode kernel against a float32 oracle on a GPU, then times it.
 
 Run on a Hopper GPU: python scripts/device/sm90_decode.py [check] [time] [-D NAME=VALUE ...]
+With --late it checks a build whose warps come late by chance (late_warps.py).
 Timing: one CUDA graph per sample, 256 MB written between samples, medians of 41; random rows of a
 131072-row extra cache, 128 + 512 rows a token, 64 heads.
 """
@@ -10,141 +11,48 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 from cold_clock import median_us
+from decode_calls import (
+    DEVICE,
+    SM_SCALE,
+    Call,
+    make_call,
+    one_block_items,
+    oracle,
+    poison_unnamed,
+)
+from late_warps import late_sources
 
+from megabench.backends.sm90 import nvrtc
 from megabench.backends.sm90.decode_launch import blocks_of, decode_kernel, decode_params
-from megabench.formats import FP8, HEAD_DIM, NVFP4, KVRecord
+from megabench.formats import FP8, HEAD_DIM, NVFP4
 from megabench.quant import (
     alloc_mega_attn_output,
     decode_e4m3,
     dequantize_mxfp8,
-    dequantize_nvfp4,
     quantize_kv_mxfp8,
-    quantize_nvfp4,
     ue8m0_to_float,
     unpack_scales,
 )
 
 S_Q = (*range(1, 6), *range(31, 34), *range(63, 67), *range(127, 131), *range(255, 258))
 S_Q += (511, 512, 513, 1023, 4097)
-DEVICE = torch.device("cuda")
-SM_SCALE = HEAD_DIM**-0.5
 
 
-@dataclass
-class Pool:
-    """A paged cache whose unnamed bytes are 0xFF, and its rows in float32."""
-
-    cache: torch.Tensor
-    rows: torch.Tensor
-    record: KVRecord
-
-
-@dataclass
-class Call:
-    """Inputs of one call of the op."""
-
-    q: torch.Tensor
-    swa: Pool
-    swa_indices: torch.Tensor
-    swa_lengths: torch.Tensor | None
-    extra: Pool | None
-    extra_indices: torch.Tensor | None
-    extra_lengths: torch.Tensor | None
-    sink: torch.Tensor | None
-    positions: torch.Tensor
-    cos_sin: torch.Tensor
-
-
-def make_pool(
-    blocks: int,
-    page: int,
-    record: KVRecord,
-    pad: int,
-    generator: torch.Generator,
-    gain: float = 1.0,
-) -> Pool:
-    """Random quantized rows; pages `pad` bytes longer than their rows."""
-    count = blocks * page
-    rows = torch.randn(count, HEAD_DIM, generator=generator, device=DEVICE) * gain
-    rows *= torch.exp2(
-        torch.randint(-3, 3, (count, 16), generator=generator, device=DEVICE)
-    ).repeat_interleave(32, 1)
-    codes, scales = quantize_nvfp4(rows) if record is NVFP4 else quantize_kv_mxfp8(rows)
-    exact = dequantize_nvfp4(codes, scales) if record is NVFP4 else dequantize_mxfp8(codes, scales)
-    stride = page * record.nbytes + pad
-    storage = torch.full((blocks * stride,), 0xFF, dtype=torch.uint8, device=DEVICE)
-    cache = storage.as_strided(
-        (blocks, page, 1, record.nbytes), (stride, record.nbytes, record.nbytes, 1)
-    )
-    cache.copy_(torch.cat((codes, scales), -1).view(blocks, page, 1, record.nbytes))
-    return Pool(cache, exact, record)
-
-
-def poison_unnamed(pool: Pool, named: torch.Tensor) -> None:
-    """0xFF into every slot that no index names."""
-    keep = torch.zeros(pool.rows.shape[0], dtype=torch.bool, device=DEVICE)
-    keep[named[named >= 0].long().flatten()] = True
-    blocks, page = pool.cache.shape[:2]
-    pool.cache[~keep.view(blocks, page)] = 0xFF
-    pool.rows[~keep] = 0
-
-
-def rope_table(length: int) -> torch.Tensor:
-    angle = torch.arange(length).float()[:, None] * 10000.0 ** (-torch.arange(32) / 32)
-    return torch.cat((angle.cos(), angle.sin()), -1).to(DEVICE)
-
-
-def rotate(x: torch.Tensor, cos_sin: torch.Tensor, sign: float) -> torch.Tensor:
-    """RoPE of adjacent pairs on the last 64 dims; sign -1 undoes it."""
-    pairs = x[..., -64:].unflatten(-1, (32, 2))
-    cos, sin = cos_sin[:, None, :32], cos_sin[:, None, 32:] * sign
-    a, b = pairs[..., 0], pairs[..., 1]
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-64], turned), -1)
-
-
-def oracle(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [s_q, heads, 512] before the cast, lse [s_q, heads]) in float32."""
-    s_q, heads = call.q.shape[:2]
-    q = call.q.view(s_q, 32, heads, 16).transpose(1, 2).reshape(s_q, heads, HEAD_DIM).float()
-    cos_sin = call.cos_sin[call.positions.long()]
-    q = torch.cat((q[..., :448], rotate(q, cos_sin, 1.0)[..., 448:].bfloat16().float()), -1)
-    rows, valid = [], []
-    for pool, indices, lengths in (
-        (call.swa, call.swa_indices, call.swa_lengths),
-        (call.extra, call.extra_indices, call.extra_lengths),
-    ):
-        if pool is None or indices is None:
-            continue
-        live = (indices >= 0) & (indices < pool.rows.shape[0])
-        if lengths is not None:
-            live &= torch.arange(indices.shape[1], device=DEVICE) < lengths[:, None]
-        rows.append(pool.rows[torch.where(live, indices, 0).long()] * live[..., None])
-        valid.append(live)
-    k, live = torch.cat(rows, 1), torch.cat(valid, 1)
-    scores = torch.einsum("thd,tkd->thk", q, k) * SM_SCALE
-    scores = scores.masked_fill(~live[:, None], float("-inf"))
-    lse = torch.logsumexp(scores, -1)
-    empty = ~live.any(-1)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(empty[:, None, None], 0)
-    out = torch.einsum("thk,tkd->thd", weights, k)
-    if call.sink is not None:
-        out = out / (1 + torch.exp(call.sink - lse))[..., None]
-    out = torch.where(empty[:, None, None], 0.0, out)
-    return rotate(out, cos_sin, -1.0), torch.where(empty[:, None], float("inf"), lse)
+def poison(out: list[torch.Tensor]) -> None:
+    for tensor in out:
+        tensor.view(torch.int8 if tensor.element_size() == 1 else torch.int32).fill_(-1)
 
 
 def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], list[torch.Tensor]]:
     """A function that launches the kernel, and its poisoned outputs."""
     s_q, heads = call.q.shape[:2]
     pair = alloc_mega_attn_output(s_q, heads // 8, DEVICE)
-    lse = torch.full((s_q, heads), float("nan"), device=DEVICE)
-    pair.data.view(torch.uint8).fill_(0x7F)
-    pair.scale.fill_(-1)
+    lse = torch.empty(s_q, heads, device=DEVICE)
     extra = call.extra
     params = decode_params(
         call.q,
@@ -165,6 +73,7 @@ def launcher(call: Call, defines: tuple[str, ...]) -> tuple[Callable[[], None], 
     kernel = decode_kernel(0, extra is not None and extra.record is NVFP4, defines)
     shape = kernel.shape_for(params.items, blocks_of(params))
     out = [pair.data, pair.scale, lse]
+    poison(out)
 
     def launch(_alive: object = (call, out)) -> None:  # params holds addresses only
         kernel.launch(params, shape)
@@ -181,49 +90,6 @@ def dequantized(out: list[torch.Tensor]) -> torch.Tensor:
     return (values * factors).permute(0, 1, 3, 2, 4).reshape(s_q, groups * 8, HEAD_DIM)
 
 
-def make_call(
-    s_q: int,
-    seed: int,
-    *,
-    heads: int = 64,
-    record: KVRecord | None = FP8,
-    topk: int = 512,
-    holes: float = 0.0,
-    lengths: bool = False,
-    sink: bool = True,
-    pad: int = 0,
-    blocks: int = 512,
-    gain: float = 1.0,
-    q_gain: float = 1.0,
-) -> Call:
-    g = torch.Generator(DEVICE).manual_seed(seed)
-
-    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
-        return torch.randint(low, high, shape, generator=g, device=DEVICE, dtype=torch.int32)
-
-    def indices(count: int, width: int) -> torch.Tensor:
-        made = integers(0, count, (s_q, width))
-        drop = torch.rand(s_q, width, generator=g, device=DEVICE) < holes
-        return made.masked_fill(drop, -1)
-
-    swa = make_pool(64, 32, FP8, pad, g, gain)
-    extra = make_pool(blocks, 64, record, pad, g, gain) if record else None
-    sinks = torch.randn(heads, generator=g, device=DEVICE) * 3
-    sinks[:6] = torch.tensor([-torch.inf, torch.inf, 1e3, -1e3, 3e38, -3e38], device=DEVICE)
-    return Call(
-        q=(torch.randn(s_q, heads, HEAD_DIM, generator=g, device=DEVICE) * q_gain).bfloat16(),
-        swa=swa,
-        swa_indices=indices(64 * 32, 128),
-        swa_lengths=integers(0, 129, (s_q,)) if lengths else None,
-        extra=extra,
-        extra_indices=indices(blocks * 64, topk) if extra else None,
-        extra_lengths=integers(0, topk + 1, (s_q,)) if lengths and extra else None,
-        sink=sinks if sink else None,
-        positions=integers(0, 4096, (s_q,)),
-        cos_sin=rope_table(4096),
-    )
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype == torch.int32 else x.view(torch.uint8)
 
@@ -235,6 +101,7 @@ def compare(name: str, call: Call, defines: tuple[str, ...], repeats: int = 3) -
     first = [t.clone() for t in out]
     same = True
     for _ in range(repeats):
+        poison(out)
         launch()
         torch.cuda.synchronize()
         same &= all(torch.equal(bits(a), bits(b)) for a, b in zip(out, first, strict=True))
@@ -275,6 +142,9 @@ def compare(name: str, call: Call, defines: tuple[str, ...], repeats: int = 3) -
 
 def check(defines: tuple[str, ...]) -> bool:
     good = True
+    for kept in (FP8, NVFP4, None):
+        for name, few in one_block_items(kept):
+            good &= compare(name, few, defines, repeats=100)
     for s_q in S_Q:
         record = NVFP4 if s_q % 2 else FP8
         good &= compare(f"s_q {s_q} {record.name}", make_call(s_q, s_q, record=record), defines)
@@ -348,8 +218,12 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["check", "time"])
     parser.add_argument("-D", action="append", default=[], dest="defines")
     parser.add_argument("--sizes", default="1,8,32,64,128,256,512,1024,2048")
+    parser.add_argument("--late", action="store_true")
     args = parser.parse_args()
     defines = tuple(args.defines)
+    if args.late:
+        sources = nvrtc.sources
+        patch.object(nvrtc, "sources", lambda entry: late_sources(sources(entry))).start()
     start = time.time()
     kernels = [decode_kernel(0, fp4, defines) for fp4 in (False, True)]
     print(

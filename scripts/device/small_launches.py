@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import attention_checks
+import decode_calls
 import op_checks
 import sm90_decode
 import sm90_prefill
@@ -36,6 +37,12 @@ from megabench.formats import FP8, NVFP4, KVRecord
 
 DECODE_SHAPES = ((Shape(10, 1), 512), (Shape(4, 8), 128), (Shape(2, 4), 320), (Shape(3, 1), 320))
 """With the width of the extra list: one block a CTA, one and enough CTAs to meet early, several."""
+DECODE_LENGTHS = (
+    ((128, 100, 0, 65, 128), (192, 130, 0, 1, 192)),
+    ((128, 128, 128, 0, 1), (192, 192, 192, 9, 0)),
+    ((64, 1, 0, 33, 0), (0, 0, 64, 0, 0)),
+)
+"""Of both lists: items of many blocks, each CTA's last of one, and all of one."""
 EINSUM_ROWS = 256
 
 
@@ -53,7 +60,7 @@ def multiprocessors(count: int) -> Iterator[None]:
 def decode_clusters(record: KVRecord) -> None:
     """One token over clusters and replicas: one block a CTA, and several."""
     for shape, topk in DECODE_SHAPES:
-        call = sm90_decode.make_call(1, 1, record=record, topk=topk, blocks=16)
+        call = decode_calls.make_call(1, 1, record=record, topk=topk, blocks=16)
         with patch.object(DecodeKernel, "shape_for", return_value=shape):
             launch, _ = sm90_decode.launcher(call, ())
         launch()
@@ -62,21 +69,20 @@ def decode_clusters(record: KVRecord) -> None:
 
 def decode_persistent(record: KVRecord) -> None:
     """Five items on two CTAs, up to five blocks each: more than the offset ring has slots, with
-    holes, empty lists and references that are raised."""
-    call = sm90_decode.make_call(
+    holes, empty lists and references that are raised; then with items of one block."""
+    call = decode_calls.make_call(
         5, 2, record=record, topk=192, holes=0.2, lengths=True, blocks=16, gain=3.0, q_gain=3.0
     )
-    assert call.swa_lengths is not None
-    assert call.extra_lengths is not None
-    call = replace(
-        call,
-        swa_lengths=call.swa_lengths.new_tensor([128, 100, 0, 65, 128]),
-        extra_lengths=call.extra_lengths.new_tensor([192, 130, 0, 1, 192]),
-    )
-    with multiprocessors(2), patch.object(DecodeKernel, "shape_for", return_value=Shape()):
-        launch, _ = sm90_decode.launcher(call, ())
-    launch()
-    torch.cuda.synchronize()
+    for swa, extra in DECODE_LENGTHS:
+        call = replace(
+            call,
+            swa_lengths=torch.tensor(swa, dtype=torch.int32, device="cuda"),
+            extra_lengths=torch.tensor(extra, dtype=torch.int32, device="cuda"),
+        )
+        with multiprocessors(2), patch.object(DecodeKernel, "shape_for", return_value=Shape()):
+            launch, _ = sm90_decode.launcher(call, ())
+        launch()
+        torch.cuda.synchronize()
 
 
 def prefill() -> None:
