@@ -1,11 +1,11 @@
 """compute-sanitizer over small launches of every kernel: one line for each distinct finding.
 
     PYTHONPATH=.:tests/backends python scripts/device/sanitize.py [CHECK ...] [--only SUBSTRING]
-        [--processes 3] [--seconds 300] [--keep FOLDER]
+        [--processes 3] [--seconds 300] [--each 100] [--keep FOLDER]
 
-racecheck runs a process for each group of launches, of the kernels as they are (analysed by the
-tool: hundreds of thousands of hazards take minutes to print) and, as racecheck-lanes, with every
-lane arriving; the other checks run all launches of a backend in one.
+Each check runs a process for each group of launches. racecheck is of the kernels as they are
+(analysed by the tool: hundreds of thousands of hazards take minutes to print) and, as
+racecheck-lanes, with every lane arriving.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from sanitizer_log import Report, line_table, read_log
 HERE = Path(__file__).parent
 CHECKS = ("memcheck", "synccheck", "initcheck", "racecheck", "racecheck-lanes")
 SM90 = {
-    "decode-fp8": ("decode-fp8-clusters", "decode-fp8-persistent"),
-    "decode-fp4": ("decode-fp4-clusters", "decode-fp4-persistent"),
+    "decode-fp8": ("decode-fp8-10x1", "decode-fp8-2x4", "decode-fp8-3x1"),
+    "decode-fp4": ("decode-fp4-10x1", "decode-fp4-2x4", "decode-fp4-3x1"),
+    "decode-early": ("decode-fp8-4x8", "decode-fp4-4x8"),
+    "decode-persistent": ("decode-fp8-persistent", "decode-fp4-persistent"),
     "prefill": ("prefill", "einsum-1", "einsum-9", "einsum-257"),
     "einsum-17": ("einsum-2", "einsum-3", "einsum-17", "linear"),
     "einsum-33": ("einsum-5", "einsum-33"),
@@ -76,12 +78,8 @@ def jobs(checks: list[str]) -> Iterator[Job]:
         for backend, groups in (("sm90", SM90), ("triton", TRITON)):
             if check == "racecheck-lanes" and backend == "triton":
                 continue
-            if check.startswith("racecheck"):
-                for name, launches in groups.items():
-                    yield Job(check, backend, name, launches)
-            else:
-                every = tuple(launch for group in groups.values() for launch in group)
-                yield Job(check, backend, backend, every)
+            for name, launches in groups.items():
+                yield Job(check, backend, name, launches)
 
 
 def command_of(job: Job, log: Path) -> list[str]:
@@ -108,9 +106,10 @@ def run(job: Job, chosen: argparse.Namespace, until: float) -> None:
     if until - start < 1:
         print(f"== {job.check} {job.name}: NOT RUN", flush=True)
         return
+    limit = min(until - start, chosen.each)
     with (folder / "output.txt").open("w") as output:
         ran = subprocess.run(
-            ["timeout", f"{until - start:.0f}", *command_of(job, log)],
+            ["timeout", f"{limit:.0f}", *command_of(job, log)],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment,
@@ -149,6 +148,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="jobs whose `check name` has this")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--seconds", type=int, default=300, help="limit of everything")
+    parser.add_argument("--each", type=int, default=100, help="limit of one process")
     parser.add_argument("--keep", type=Path, default=Path("build/sanitize"))
     chosen = parser.parse_args()
     wanted = [job for job in jobs(chosen.checks) if chosen.only in f"{job.check} {job.name}"]

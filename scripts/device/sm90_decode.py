@@ -184,6 +184,10 @@ def check(defines: tuple[str, ...]) -> bool:
         good &= compare(
             f"128 heads few {record.name}", make_call(5, 10, record=record, heads=128), defines
         )
+    for topk in (1, 64, 128, 200, 320):  # some of one block a CTA, whose clusters meet early
+        for s_q in (1, 2, 3, 5):
+            narrow = make_call(s_q, topk, record=NVFP4 if s_q % 2 else FP8, topk=topk)
+            good &= compare(f"s_q {s_q}, lists of {topk}", narrow, defines, repeats=100)
     good &= compare(
         "scale bytes above 134", make_call(20, 11, gain=3e6, q_gain=1e-6, sink=False), defines
     )

@@ -35,7 +35,7 @@ from megabench.backends.triton import attention, products
 from megabench.backends.triton.backend import TritonBackend
 from megabench.formats import FP8, NVFP4, KVRecord
 
-DECODE_SHAPES = ((Shape(10, 1), 512), (Shape(4, 8), 128), (Shape(2, 4), 320), (Shape(3, 1), 320))
+DECODE_SHAPES = {Shape(10, 1): 512, Shape(4, 8): 128, Shape(2, 4): 320, Shape(3, 1): 320}
 """With the width of the extra list: one block a CTA, one and enough CTAs to meet early, several."""
 DECODE_LENGTHS = (
     ((128, 100, 0, 65, 128), (192, 130, 0, 1, 192)),
@@ -57,14 +57,13 @@ def multiprocessors(count: int) -> Iterator[None]:
         yield
 
 
-def decode_clusters(record: KVRecord) -> None:
-    """One token over clusters and replicas: one block a CTA, and several."""
-    for shape, topk in DECODE_SHAPES:
-        call = decode_calls.make_call(1, 1, record=record, topk=topk, blocks=16)
-        with patch.object(DecodeKernel, "shape_for", return_value=shape):
-            launch, _ = sm90_decode.launcher(call, ())
-        launch()
-        torch.cuda.synchronize()
+def decode_clusters(record: KVRecord, shape: Shape) -> None:
+    """One token over clusters and replicas."""
+    call = decode_calls.make_call(1, 1, record=record, topk=DECODE_SHAPES[shape], blocks=16)
+    with patch.object(DecodeKernel, "shape_for", return_value=shape):
+        launch, _ = sm90_decode.launcher(call, ())
+    launch()
+    torch.cuda.synchronize()
 
 
 def decode_persistent(record: KVRecord) -> None:
@@ -151,9 +150,12 @@ def triton_ops() -> None:
 
 
 LAUNCHES: dict[str, Callable[[], None]] = {
-    "decode-fp8-clusters": lambda: decode_clusters(FP8),
+    **{
+        f"decode-{name}-{shape.split}x{shape.replicas}": partial(decode_clusters, record, shape)
+        for name, record in (("fp8", FP8), ("fp4", NVFP4))
+        for shape in DECODE_SHAPES
+    },
     "decode-fp8-persistent": lambda: decode_persistent(FP8),
-    "decode-fp4-clusters": lambda: decode_clusters(NVFP4),
     "decode-fp4-persistent": lambda: decode_persistent(NVFP4),
     "prefill": prefill,
     **{f"einsum-{tokens}": partial(einsum, tokens) for tokens in (1, 2, 3, 5, 9, 17, 33, 65, 257)},
