@@ -20,7 +20,7 @@ from megabench.cli_evidence import profile, repro
 from megabench.cli_faults import faults
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
 from megabench.cli_list import list_command
-from megabench.cli_options import chosen_cases, continued, run_options
+from megabench.cli_options import continued, run_options, suite_at
 from megabench.version import __version__
 
 if TYPE_CHECKING:
@@ -115,8 +115,8 @@ def bench(
     request = _request("bench", None, **options)
     if processes is None and baseline is None:
         sys.exit(bench_cases(request, check=not no_validate))
-    pattern = options["pattern"]
-    sys.exit(bench_processes(request, pattern, no_validate, processes, baseline, policy))
+    patterns = options["patterns"]
+    sys.exit(bench_processes(request, patterns, no_validate, processes, baseline, policy))
 
 
 def _request(
@@ -124,7 +124,7 @@ def _request(
     default_suite: str | None,
     *,
     suite: str | None,
-    pattern: str,
+    patterns: tuple[str, ...],
     seed: int | None,
     backends: str,
     device: str | None,
@@ -156,7 +156,8 @@ def _request(
         check_cross_check(where)
     if jobs > 1 and no_isolate:
         raise click.UsageError("--jobs needs worker processes; not with --no-isolate")
-    loaded, cases = chosen_cases(suite or default_suite or suite_for(where), pattern, seed)
+    loaded = suite_at(suite or default_suite or suite_for(where), seed)
+    cases = loaded.select(*patterns)
     names = [name.strip() for name in backends.split(",")]
     found = resolve_backends(names, cases, where)
     if weights is not None:

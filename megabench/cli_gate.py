@@ -125,7 +125,7 @@ def gated_bench_options(command: Command) -> Command:
 
 def bench_processes(
     request: Request,
-    pattern: str,
+    patterns: tuple[str, ...],
     no_validate: bool,
     processes: int | None,
     baseline: Path | None,
@@ -157,11 +157,14 @@ def bench_processes(
     arguments += ["--cross-check", "cupti"] * request.cross_check
     limit = request.limit_s
     arguments += ["--no-isolate"] if limit is None else ["--timeout", f"{limit:g}"]
+    cases = ["--cases", request.suite.source]
+    for pattern in patterns:
+        cases += ["--case", pattern]
     count = processes or rules.processes
     bench = Processes(
         folder=new_folder(Path(request.out), count),
         arguments=arguments,
-        cases=("--cases", request.suite.source, "--case", pattern),
+        cases=cases,
         count=count,
         launch=fresh_process(request.as_json),
     )

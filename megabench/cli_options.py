@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from megabench.cases import Case, Suite, load_suite
+from megabench.cases import Suite, load_suite
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -19,7 +19,11 @@ def case_options(command: Command) -> Command:
     for option in (
         click.option("--seed", type=click.IntRange(min=0), help="Seed of all cases' inputs."),
         click.option(
-            "--case", "pattern", default="*", metavar="GLOB", help="Case ids, as in 'r2-*'."
+            "--case",
+            "patterns",
+            multiple=True,
+            metavar="GLOB",
+            help="Case ids, as in 'r2-*'; given again, those of either.",
         ),
         click.option(
             "--cases", "suite", metavar="FILE", help="Case file, or a packaged one's name."
@@ -79,12 +83,10 @@ def run_options(command: Command) -> Command:
     return case_options(command)
 
 
-def chosen_cases(name: str, pattern: str, seed: int | None) -> tuple[Suite, list[Case]]:
-    """The suite and its selected cases, `seed` put in place of their own."""
+def suite_at(name: str, seed: int | None) -> Suite:
+    """The suite, `seed` put in place of its cases' own."""
     suite = load_suite(name)
-    if seed is not None:
-        suite = suite.reseeded(seed)
-    return suite, suite.select(pattern)
+    return suite if seed is None else suite.reseeded(seed)
 
 
 def continued(options: dict[str, Any]) -> dict[str, Any]:

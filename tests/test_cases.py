@@ -284,6 +284,15 @@ def test_a_glob_that_matches_nothing_names_the_nearest_case() -> None:
         suite.select("r1-nvfp4-tp1-1q4x")
 
 
+def test_several_globs_choose_what_any_of_them_matches_once() -> None:
+    suite = load_suite("smoke")
+    both = suite.select("r0-*", "r1-*", "r0-fp8-*")
+    assert both == [*suite.select("r0-*"), *suite.select("r1-*")]
+    assert suite.select() == suite.cases
+    with pytest.raises(CaseError, match="no case matches 'r9-"):
+        suite.select("r0-*", "r9-*")
+
+
 def test_a_case_is_repeated_at_its_own_seed_and_the_next_ones_once(tmp_path: Path) -> None:
     text = "axes: {batch: [q1, q2], seed: [0, 1]}\n"
     cases = at_seeds(load_suite(write(tmp_path, text)).cases, 2)

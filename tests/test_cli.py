@@ -80,6 +80,14 @@ def test_list_prints_ids_tokens_and_the_budget(call: Call) -> None:
     assert out.splitlines()[-1] == "smoke: 3 cases, 13 of 100 tokens"
 
 
+def test_a_case_option_given_again_adds_its_cases(call: Call) -> None:
+    _, one, _ = call("list", "--cases", "smoke", "--case", "r0-*")
+    _, two, _ = call("list", "--cases", "smoke", "--case", "r1-*")
+    code, both, _ = call("list", "--cases", "smoke", "--case", "r0-*", "--case", "r1-*")
+    assert code == 0
+    assert both.splitlines()[:-1] == [*one.splitlines()[:-1], *two.splitlines()[:-1]]
+
+
 def test_list_without_a_file_names_the_packaged_ones(call: Call) -> None:
     code, out, _ = call("list")
     assert code == 0
@@ -93,9 +101,13 @@ def test_a_glob_without_a_file_lists_the_matches_of_every_packaged_file(call: Ca
     assert code == 0
     assert "r2-nvfp4-tp1-2q1s300_1q4  6" in out.splitlines()
     assert "smoke: 1 case, 6 of 100 tokens" in out.splitlines()
-    code, _, error = call("list", "--case", "r2-nvfp4-tp1-2q1s300_1q5")
+    code, _, error = call("list", "--case", "r2-nvfp4-tp1-2q1s300_1q5", "--case", "r0-*")
     assert code == 2
-    assert "did you mean" in error
+    assert "no case of a packaged file matches 'r2-nvfp4-tp1-2q1s300_1q5'; did you mean" in error
+    code, out, _ = call("list", "--case", "r2-nvfp4-tp1-2q1s300_1q4", "--case", "*-seed2")
+    assert code == 0  # each glob has to match somewhere, not everywhere
+    assert "smoke: 1 case, 6 of 100 tokens" in out.splitlines()
+    assert len([line for line in out.splitlines() if "-seed2 " in line]) >= 5
 
 
 def test_listed_json_has_a_case_a_line_that_makes_the_case_again(call: Call) -> None:

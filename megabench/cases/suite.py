@@ -85,8 +85,8 @@ class Suite:
         cases = [case.model_copy(update={"seed": seed}) for case in self.cases]
         return replace(self, cases=list({case.id: case for case in cases}.values()))
 
-    def select(self, pattern: str) -> list[Case]:
-        """Cases whose id matches a glob; CaseError with the nearest id when none does.
+    def matching(self, pattern: str) -> list[Case]:
+        """Cases whose id matches a glob, none perhaps.
 
         An id that ends in -seedN may also be that of a listed case at another seed.
         """
@@ -94,10 +94,21 @@ class Suite:
         plain, _, seed = pattern.rpartition("-seed")
         if not cases and plain and seed.isdecimal():
             cases = [case for case in self.reseeded(int(seed)).cases if case.id == pattern]
-        if not cases:
-            hint = nearest(pattern, (case.id for case in self.cases))
-            raise CaseError(f"{self.path}: no case matches {pattern!r}{hint}")
         return cases
+
+    def select(self, *patterns: str) -> list[Case]:
+        """Cases that match any of the globs, glob by glob, none twice; all cases without a glob.
+
+        CaseError with the nearest id when a glob matches none.
+        """
+        chosen: dict[str, Case] = {}
+        for pattern in patterns or ("*",):
+            found = self.matching(pattern)
+            if not found:
+                hint = nearest(pattern, (case.id for case in self.cases))
+                raise CaseError(f"{self.path}: no case matches {pattern!r}{hint}")
+            chosen |= {case.id: case for case in found}
+        return list(chosen.values())
 
 
 def at_seeds(cases: Sequence[Case], seeds: int) -> list[Case]:

@@ -42,7 +42,7 @@ class Processes:
     arguments: Sequence[str]
     """Of `megabench bench`, without `--cases`, `--case` and `--out`."""
     cases: Sequence[str]
-    """`--cases FILE --case GLOB`."""
+    """`--cases FILE`, and a `--case GLOB` for each glob."""
     count: int
     launch: Launch
 
