@@ -66,7 +66,7 @@ def profile(
     Prints the command that profiles it.
     """
     from megabench.evidence.case import find_case
-    from megabench.evidence.profile import RANGE, command, launch, prepare
+    from megabench.evidence.profile import RANGE, blamed, command, launch, prepare
     from megabench.runs import find_device, resolve_backends
 
     where = find_device(device)
@@ -74,10 +74,12 @@ def profile(
     (name,) = resolve_backends([backend], [case], where)
     arguments = ["--cases", suite.source, "--backend", name, "--device", str(where)]
     arguments += [] if seed is None else ["--seed", str(seed)]
-    chosen, run = prepare(case, name, where, op, seed or 0)
+    with blamed(case, name):
+        chosen, run = prepare(case, name, where, op, seed or 0)
     profiler = command(tool or "ncu", case, chosen, arguments)
     if tool is None:
-        launch(run, where)
+        with blamed(case, name):
+            launch(run, where)
         kind = f"in the NVTX range {RANGE}" if where.type == "cuda" else "without a GPU to profile"
         click.echo(f"launched {chosen} of {case.id} on {name} once, {kind}", err=True)
         click.echo(shlex.join(profiler))

@@ -181,6 +181,38 @@ def test_a_profile_launches_the_op_it_names_once(
         prepare(case, WRONG, CPU, "wq_c", 0)
 
 
+@pytest.mark.parametrize("while_", ["made ready", "launched"])
+def test_a_profile_of_a_backend_that_raises_ends_with_its_reason(
+    case: Case,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    while_: str,
+) -> None:
+    calls: list[int] = []
+    good = sys.maxsize
+    linear = evil_backends.Wrong.linear
+
+    def raising(self: object, *args: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > good:
+            raise RuntimeError("no such\nluck")
+        return linear(self, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(evil_backends.Wrong, "linear", raising)
+    prepare(case, WRONG, CPU, "wq_b", 0)
+    good = len(calls) if while_ == "launched" else 0
+    calls.clear()
+    words = ["profile", case.id, "--cases", str(folder / "tiny.yaml"), "--backend", WRONG]
+    words += ["--device", "cpu", "--op", "wq_b"]
+    monkeypatch.setattr(sys, "argv", ["megabench", *words])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    wanted = f"megabench: error: {case.id} on {WRONG} raised RuntimeError: no such luck\n"
+    assert capsys.readouterr().err == wanted
+
+
 def test_the_profilers_command_holds_the_range_the_file_and_the_launch(case: Case) -> None:
     words = command("ncu", case, "step", ["--cases", "smoke"])
     assert words[:4] == ["ncu", "--nvtx", "--nvtx-include", "megabench/"]

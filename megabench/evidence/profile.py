@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
-from megabench.backends import get_backend
+from megabench.backends import BackendError, get_backend
 from megabench.bench.arms import LayerPool, step_arms
 from megabench.cases import Case, CaseError, nearest
 from megabench.devices import make_current
+from megabench.reasons import reason_of
 from megabench.workload import build_weights, build_workload, obstacle
 
 RANGE = "megabench"
@@ -22,6 +24,17 @@ TOOLS = {
     "nsys": "nsys profile --trace cuda,nvtx --capture-range cudaProfilerApi -f true -o",
 }
 """A profiler's own arguments; the name of its file comes next."""
+
+
+@contextmanager
+def blamed(case: Case, backend_name: str) -> Iterator[None]:
+    """What a backend raises inside, as a BackendError of one line."""
+    try:
+        yield
+    except CaseError:
+        raise
+    except Exception as error:
+        raise BackendError(f"{case.id} on {backend_name} raised {reason_of(error)}") from error
 
 
 def prepare(
