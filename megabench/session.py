@@ -30,6 +30,7 @@ from megabench.results import (
 from megabench.results.store import now
 from megabench.resume import reopen, rows_done
 from megabench.runs import Request, backend_infos, say, write_html
+from megabench.weights import digest
 
 INTERRUPTED = 130
 
@@ -60,7 +61,9 @@ def _opened(request: Request) -> Iterator[_Session]:
     ended, even by Ctrl-C."""
     jobs = jobs_of(request.command, request.cases, request.backends)
     environment = capture_environment(
-        request.device, backend_infos(request.backends, request.device)
+        request.device,
+        backend_infos(request.backends, request.device),
+        None if request.weights is None else digest(request.weights),
     )
     planned = len(request.cases) * len(request.backends)
     earlier, left = None, jobs

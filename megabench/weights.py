@@ -7,6 +7,7 @@ head).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,12 @@ def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
         return dict(load_file(path))
     except Exception as error:
         raise WeightsError(f"{path}: cannot be read as safetensors ({error})") from error
+
+
+def digest(path: Path) -> str:
+    """What tells a checkpoint file from another, whatever it is called."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
 
 
 def check_checkpoint(tensors: Mapping[str, torch.Tensor], geometry: Geometry) -> None:

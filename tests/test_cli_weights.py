@@ -55,15 +55,21 @@ def chain(out: Path) -> float:
 def test_a_checkpoint_replaces_the_random_weights(
     suite: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    figures = {}
+    figures, told = {}, {}
     for name, weights in (("random", []), ("same", [0]), ("other", [5])):
         options = [o for seed in weights for o in ("--weights", str(checkpoint(suite, seed)))]
         out = tmp_path / name
         arguments = ("--cases", str(suite), "--backend", "torch", "--out", str(out), *options)
         assert run(monkeypatch, *arguments) == 0
         figures[name] = chain(out)
+        header = read_run(max(out.iterdir())).header
+        assert header is not None
+        told[name] = header.environment.weights
     assert figures["same"] == figures["random"]
     assert figures["other"] != figures["random"]
+    assert told["random"] is None
+    assert told["same"] != told["other"]
+    assert all(len(told[name] or "") == 16 for name in ("same", "other"))
 
 
 def test_a_checkpoint_of_another_model_is_one_line_and_writes_nothing(

@@ -27,9 +27,14 @@ PACKAGES = (
 
 
 def capture_environment(
-    device: torch.device | str, backends: list[BackendInfo] | None = None
+    device: torch.device | str,
+    backends: list[BackendInfo] | None = None,
+    weights: str | None = None,
 ) -> Environment:
-    """Describe `device`, the host and the libraries. Nothing here identifies a host by name."""
+    """Describe `device`, the host and the libraries. Nothing here identifies a host by name.
+
+    `weights` is the digest of a checkpoint that takes the place of random weights.
+    """
     where = torch.device(device)
     environment = Environment(
         device=str(where),
@@ -42,6 +47,7 @@ def capture_environment(
         python=platform.python_version(),
         packages=_packages(),
         backends=backends or [],
+        weights=weights,
     )
     if where.type != "cuda":
         return environment

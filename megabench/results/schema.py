@@ -60,6 +60,8 @@ class Environment(_Model):
     packages: dict[str, str]
     """Installed versions of torch, triton and the libraries backends use."""
     backends: list[BackendInfo] = []
+    weights: str | None = None
+    """Digest of the checkpoint that was read; None for weights drawn by seed."""
 
 
 class RunHeader(_Model):

@@ -351,6 +351,7 @@ def test_one_kernel_more_a_step_is_slower() -> None:
     ("field", "value"),
     [
         ("driver", "590.2"),
+        ("weights", "0123456789abcdef"),
         ("device_name", "NVIDIA B200"),
         ("packages", {"torch": "2.12.0", "triton": "3.6.0"}),
     ],
@@ -363,6 +364,14 @@ def test_another_environment_is_a_verdict_and_no_time_is_compared(
     assert ("INVALID", "environment") in codes(result)
     assert times_of(result) == []
     assert result.exit_code == 3
+
+
+def test_the_errors_of_other_weights_are_not_held_to_the_baselines() -> None:
+    grown = times(5, [row(worst=0.9)])
+    assert compare(baseline(), grown, POLICY).exit_code == 1
+    other = compare(baseline(), times(5, [row(worst=0.9)], weights="0123456789abcdef"), POLICY)
+    assert [code for code in codes(other) if code[0] == "BROKEN"] == []
+    assert other.exit_code == 3
 
 
 def test_another_environment_does_not_hide_a_wrong_result() -> None:
