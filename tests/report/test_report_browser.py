@@ -227,6 +227,19 @@ def test_sorting_by_verdict_puts_the_worst_first(gated: Browser) -> None:
     assert gated.run(VERDICTS) == last_first[::-1]
 
 
+FRAMED = "document.getElementById('probe').contentDocument"
+
+
+def frame(page: Browser, width: int) -> None:
+    """Show the page in itself: a window has a least width of its own, a frame has none."""
+    page.run(
+        "const f = document.createElement('iframe'); f.id = 'probe';"
+        f"f.style.width = '{width}px'; f.srcdoc = document.documentElement.outerHTML;"
+        "document.body.append(f)"
+    )
+    time.sleep(0.5)
+
+
 @pytest.mark.parametrize("width", [390, 1400])
 def test_the_gates_tables_do_not_widen_the_page(gated: Browser, width: int) -> None:
     for button in range(3):
@@ -236,18 +249,21 @@ def test_the_gates_tables_do_not_widen_the_page(gated: Browser, width: int) -> N
 
 @pytest.mark.parametrize("width", [390, 1400])
 def test_no_width_makes_the_page_itself_scroll_sideways(page: Browser, width: int) -> None:
-    # A window has a least width of its own; a frame has none.
-    page.run(
-        "const f = document.createElement('iframe'); f.id = 'probe';"
-        f"f.style.width = '{width}px'; f.srcdoc = document.documentElement.outerHTML;"
-        "document.body.append(f)"
-    )
-    time.sleep(0.5)
+    frame(page, width)
     measured = page.run(
-        "const d = document.getElementById('probe').contentDocument.documentElement;"
-        "return [d.scrollWidth, d.clientWidth]"
+        f"const d = {FRAMED}.documentElement; return [d.scrollWidth, d.clientWidth]"
     )
     assert measured[0] <= measured[1]
+
+
+def test_on_a_phone_every_verdict_is_read_without_scrolling_sideways(gated: Browser) -> None:
+    gated.run("document.querySelectorAll('button.more')[0].click()")
+    frame(gated, 420)
+    scrolled = f"const t = {FRAMED}.getElementById('gate-table'); const s = t.parentElement;"
+    measured = gated.run(scrolled + "return [s.scrollWidth, s.clientWidth]")
+    assert measured[0] <= measured[1]
+    heads = "return [...t.querySelectorAll('thead button')].map(b => b.offsetHeight > 0)"
+    assert gated.run(scrolled + heads) == [True] * 7
 
 
 def test_nothing_is_loaded_but_the_file(page: Browser) -> None:
