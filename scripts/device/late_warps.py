@@ -1,5 +1,8 @@
 """sm90 kernels whose warps come late by chance, and in which a wait without end is an error.
 
+    python scripts/device/late_warps.py scripts/device/sm90_decode.py check
+
+runs a script with these in place of the kernels as they are.
 A hand-over that only timing keeps right works in every run, until one day it does not. Here a warp
 sleeps, one time in eight and up to 2 us, before it arrives or waits; who waits for a second traps.
 """
@@ -7,6 +10,11 @@ sleeps, one time in eight and up to 2 us, before it arrives or waits; who waits 
 from __future__ import annotations
 
 import re
+import runpy
+import sys
+from unittest.mock import patch
+
+from megabench.backends.sm90 import nvrtc
 
 LATE = """
 DEVICE void come_late() {
@@ -45,3 +53,16 @@ def late_sources(files: dict[str, bytes]) -> dict[str, bytes]:
     if (waits, meetings, text.count(FIRST)) != (1, 3, 1):
         raise ValueError("ptx.cuh names its barriers otherwise than late_warps.py expects")
     return files | {"ptx.cuh": text.replace(FIRST, FIRST + LATE).encode()}
+
+
+def main() -> None:
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    sources = nvrtc.sources
+    with patch.object(nvrtc, "sources", lambda entry: late_sources(sources(entry))):
+        sys.argv = sys.argv[1:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """Checks the sm90 decode kernel against a float32 oracle on a GPU, then times it.
 
 Run on a Hopper GPU: python scripts/device/sm90_decode.py [check] [time] [-D NAME=VALUE ...]
-With --late it checks a build whose warps come late by chance (late_warps.py).
 Timing: one CUDA graph per sample, 256 MB written between samples, medians of 41; random rows of a
 131072-row extra cache, 128 + 512 rows a token, 64 heads.
 """
@@ -12,7 +11,6 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from unittest.mock import patch
 
 import torch
 from cold_clock import median_us
@@ -25,9 +23,7 @@ from decode_calls import (
     oracle,
     poison_unnamed,
 )
-from late_warps import late_sources
 
-from megabench.backends.sm90 import nvrtc
 from megabench.backends.sm90.decode_launch import blocks_of, decode_kernel, decode_params
 from megabench.formats import FP8, HEAD_DIM, NVFP4
 from megabench.quant import (
@@ -222,12 +218,8 @@ def main() -> None:
     parser.add_argument("what", nargs="*", default=["check", "time"])
     parser.add_argument("-D", action="append", default=[], dest="defines")
     parser.add_argument("--sizes", default="1,8,32,64,128,256,512,1024,2048")
-    parser.add_argument("--late", action="store_true")
     args = parser.parse_args()
     defines = tuple(args.defines)
-    if args.late:
-        sources = nvrtc.sources
-        patch.object(nvrtc, "sources", lambda entry: late_sources(sources(entry))).start()
     start = time.time()
     kernels = [decode_kernel(0, fp4, defines) for fp4 in (False, True)]
     print(
