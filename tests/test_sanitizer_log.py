@@ -133,8 +133,18 @@ def test_every_lane_arrives_and_the_counts_match(monkeypatch: pytest.MonkeyPatch
         assert changed["ptx.cuh"] == files["ptx.cuh"]
         text = b"".join(text for name, text in changed.items() if name != "ptx.cuh").decode()
         assert "mbar_arrive(" in text
-        assert not re.search(r"(lane|% 32)\s*(==|<)[^;{]*\)\s*\{?\s*mbar_arrive\(", text)
+        assert not re.search(r"if \([^;{]*(lane|% 32)[^;{]*\)\s*\{?\s*mbar_arrive\(", text)
         assert "32 * (" in text
+
+
+def test_an_elected_lane_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    from every_lane import every_lane
+
+    both = "if (first_lane) {\n  mbar_arrive(a);\n  mbar_arrive(b);\n}"
+    assert every_lane(both).replace(" ", "") == "{\nmbar_arrive(a);\nmbar_arrive(b);\n}"
+    with pytest.raises(ValueError, match="which lanes arrive here"):
+        every_lane("if (lane_id() % 32 == kFirst) mbar_arrive(a);")
 
 
 def test_late_warps_sleep_before_they_arrive_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,12 @@ import re
 
 WARP = 32
 ELECTED = re.compile(
-    r"if \((?P<rest>.*?)(?: && )?(?:[\w.]*\blane|thread % 32) (?P<how>==|<) (?P<lanes>\d)\)"
+    r"if \((?P<rest>[^;{]*?)(?: && )?"
+    r"(?:(?:[\w.]*\blane|thread % 32) (?P<how>==|<) (?P<lanes>\d)|first_lane)\)"
     r"(?P<open>\s*\{?\s*)(?P<arrive>mbar_arrive\([^;]*\);)"
 )
+LEFT = re.compile(r"if \([^;{]*(?:lane|% 32)[^;{]*\)\s*\{?\s*mbar_arrive\(")
+"""An arrival that is still some lanes' alone."""
 INIT = re.compile(r"mbar_init\((?P<bar>[^;]*), (?P<count>[^,;]+)\);")
 BY_THREADS = ("1", "kGroup", "kRoleThreads", "kFullArrivals")
 """Counts of barriers on which threads arrive for themselves."""
@@ -41,7 +44,10 @@ def every_lane(source: str) -> str:
             raise ValueError(f"who arrives on a barrier of {found['count']}, threads or warps?")
         return f"mbar_init({found['bar']}, {WARP} * ({found['count']}));"
 
-    return INIT.sub(init, ELECTED.sub(arrive, source))
+    changed = INIT.sub(init, ELECTED.sub(arrive, source))
+    if left := LEFT.search(changed):
+        raise ValueError(f"which lanes arrive here? {left[0]}")
+    return changed
 
 
 def every_lane_sources(files: dict[str, bytes]) -> dict[str, bytes]:
