@@ -81,12 +81,12 @@ DEVICE void first_tile(const Params& p, u8* mem, int role, int warp, int item) {
   const Query q(p, mem, me);
   if (leader) q.copy_first(item);
   __syncthreads();
-  arrive_early(p);
   if (leader) q.copy_cos_sin(load_global(p.positions + token_of(p, item)), 0);
   FirstTile tile(p, smem, me.warp, me.lane);
   bar_sync(kBarStart, kThreads);  // its offsets are there
   tile.load();
   tile.convert();
   if (me.lane == 0) mbar_arrive(smem + (converts ? kBarTileFull : kBarFirstTile));
+  arrive_early(p);  // only here: compute-sanitizer waits in it until Q's warps arrive
   if (converts) bar_sync(kBarLookahead, 2 * kRoleThreads);  // later offsets are there
 }
