@@ -222,3 +222,18 @@ def test_a_command_without_what_it_needs_prints_its_help_on_lines_of_its_own(
     assert (code, out) == (2, "")
     assert err.startswith("Usage: ")
     assert err.count("\n") > 5
+
+
+def test_fresh_processes_are_told_of_every_glob(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[str]] = []
+
+    def launcher(as_json: bool) -> Callable[[list[str]], int]:
+        return lambda words: told.append(words) or 2
+
+    monkeypatch.setattr("megabench.gate.launch.fresh_process", launcher)
+    globs = ("--case", "r0-*", "--case", "r1-*")
+    words = ("bench", "--cases", "smoke", *globs, "--processes", "2", "--device", "cpu")
+    assert call(*words, "--backend", "torch", "--out", tmp_path)[0] == 2
+    assert told[0][: 3 + len(globs)] == ["bench", "--cases", "smoke", *globs]
