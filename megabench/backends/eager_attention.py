@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megabench.formats import NOPE_DIM
+from megabench.formats import HEAD_DIM, NOPE_DIM
 from megabench.layout import output_order
 from megabench.quant import QuantizedActivation, quantize_kv_mxfp8
 
@@ -16,12 +16,13 @@ def rope(x: torch.Tensor, cos_sin: torch.Tensor, inverse: bool = False) -> torch
 
     cos_sin [..., 64] broadcasts over x's leading dims: 32 cosines, then 32 sines.
     """
-    x = x.to(torch.float32)
+    turned = x.to(torch.float32, copy=True)
     cos, sin = cos_sin.chunk(2, -1)
     sin = -sin if inverse else sin
-    even, odd = x[..., NOPE_DIM::2], x[..., NOPE_DIM + 1 :: 2]
-    turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
-    return torch.cat((x[..., :NOPE_DIM], turned), -1)
+    even, odd = turned[..., NOPE_DIM::2], turned[..., NOPE_DIM + 1 :: 2]
+    pair = even * cos - odd * sin, even * sin + odd * cos
+    turned[..., NOPE_DIM::2], turned[..., NOPE_DIM + 1 :: 2] = pair
+    return turned
 
 
 @dataclass(frozen=True)
@@ -42,33 +43,39 @@ def attend(
     attn_sink: torch.Tensor | None,
     q_norm_eps: float | None,
 ) -> Attended:
-    """Attend q bf16 [t, H, 512] (natural head order, not yet rotated) to rows float32 [t, n, 512].
+    """Attend q bf16 [t, H, 512] (natural head order, not yet rotated) to rows [t, n, 512].
 
-    valid bool [t, n]; invalid rows must be zeros. cos_sin float32 [t, 64]. With `q_norm_eps`,
-    scores are scaled by rsqrt(mean(q^2) + eps) of the un-rotated q. A token with no valid row has
-    lse = +inf, max_logits = -inf and a zero output.
+    Rows are bf16, or float32 of bf16's values. valid bool [t, n]; invalid rows must be zeros.
+    cos_sin float32 [t, 64]. With `q_norm_eps`, scores are scaled by rsqrt(mean(q^2) + eps) of the
+    un-rotated q. A token with no valid row has lse = +inf, max_logits = -inf and a zero output.
     """
+    if rows.shape[1] == 0:
+        rows, valid = rows.new_zeros((len(rows), 1, HEAD_DIM)), valid.new_zeros((len(rows), 1))
     cos_sin = cos_sin.unsqueeze(1)
-    rotated = rope(q, cos_sin).to(torch.bfloat16).to(torch.float32)
-    scores = torch.bmm(rotated, rows.transpose(1, 2)) * sm_scale
+    scores = _product(rope(q, cos_sin), rows.transpose(1, 2)).mul_(sm_scale)
     if q_norm_eps is not None:
         scores *= torch.rsqrt(q.float().square().mean(-1, keepdim=True) + q_norm_eps)
-    scores = scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
-    if scores.shape[-1] == 0:
-        scores = scores.new_full((*scores.shape[:2], 1), -torch.inf)
-        rows = rows.new_zeros((rows.shape[0], 1, rows.shape[2]))
+    scores.masked_fill_(~valid.unsqueeze(1), -torch.inf)
     max_logits = scores.amax(-1)
     empty = max_logits == -torch.inf
-    weights = torch.exp(scores - max_logits.masked_fill(empty, 0.0).unsqueeze(-1))
+    weights = scores.sub_(max_logits.masked_fill(empty, 0.0).unsqueeze(-1)).exp_()
     total = weights.sum(-1)
     lse = torch.where(empty, torch.inf, max_logits + total.log())
-    out = torch.bmm(weights.to(torch.bfloat16).to(torch.float32), rows)
+    out = _product(weights, rows)
     factor = 1.0 / total
     if attn_sink is not None:
         factor = factor / (1.0 + torch.exp(attn_sink - lse))
-    out = rope(out * factor.unsqueeze(-1), cos_sin, inverse=True)
+    out = rope(out.mul_(factor.unsqueeze(-1)), cos_sin, inverse=True)
     # Selected, not multiplied: zero times a negative cosine would leave the code of -0.
-    return Attended(torch.where(empty.unsqueeze(-1), 0.0, out), lse, max_logits)
+    return Attended(out.masked_fill_(empty.unsqueeze(-1), 0.0), lse, max_logits)
+
+
+def _product(x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """float32 [t, H, n] of x float32 [t, H, k], rounded to bf16, and rows [t, k, n]."""
+    x = x.to(torch.bfloat16)
+    if rows.dtype == torch.bfloat16:
+        return torch.bmm(x, rows, out_dtype=torch.float32)
+    return torch.bmm(x.to(torch.float32), rows)
 
 
 def store_output(out: torch.Tensor, target: QuantizedActivation) -> None:

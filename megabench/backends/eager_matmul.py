@@ -43,8 +43,13 @@ class DenseWeights:
     def _dense(self, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         packed = scale.dtype == torch.int32
         scale_bytes = unpack_scales(scale) if packed else scale.view(torch.uint8)
-        operand = torch.bfloat16 if weight.device.type == "cuda" else torch.float32
-        return dequantize_mxfp8(weight, scale_bytes).to(operand)
+        return dequantize_mxfp8(weight, scale_bytes).to(operand_dtype(weight.device))
+
+
+def operand_dtype(device: torch.device) -> torch.dtype:
+    """Of products whose operands are exact in bf16: as such on a GPU, which adds them up in float32
+    all the same, else float32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def _state(weight: torch.Tensor, scale: torch.Tensor) -> tuple[int, int, int, int]:

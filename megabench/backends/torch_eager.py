@@ -18,7 +18,7 @@ from megabench.backends.base import Pair, Support
 from megabench.backends.checks import check_tensor, require
 from megabench.backends.eager_attention import attend, rope, store_output
 from megabench.backends.eager_indices import combine_topk_swa, global_topk
-from megabench.backends.eager_matmul import DenseWeights, fp8_einsum, linear
+from megabench.backends.eager_matmul import DenseWeights, fp8_einsum, linear, operand_dtype
 from megabench.backends.paged import read_rows, read_valid_rows, write_rows
 from megabench.backends.step_arguments import (
     check_combine,
@@ -99,10 +99,13 @@ class TorchBackend:
         def rows_of(tokens: slice) -> Pair:
             row = args.indices[tokens, 0].to(torch.int64)
             valid = _within(row, args.topk_length, tokens) & (row >= 0) & (row < kv.shape[0])
+            operand = operand_dtype(kv.device)
             if kv.shape[0] == 0:
-                return kv.new_zeros((*row.shape, HEAD_DIM), dtype=torch.float32), valid
-            gathered = kv[torch.where(valid, row, 0), 0].to(torch.float32)
-            return torch.where(valid.unsqueeze(-1), gathered, 0.0), valid
+                return kv.new_zeros((*row.shape, HEAD_DIM), dtype=operand), valid
+            gathered = kv[torch.where(valid, row, 0), 0].to(operand)
+            # Zeros in words of eight bytes: a fill under a mask goes element by element.
+            gathered.view(torch.int64).masked_fill_(~valid.unsqueeze(-1), 0)
+            return gathered, valid
 
         out, lse, max_logits = _attend_in_chunks(args, rows_of, args.indices.shape[2])
         return [out.data, out.scale, max_logits, lse]
@@ -115,7 +118,9 @@ class TorchBackend:
         tokens: slice,
     ) -> Pair:
         slots = indices[tokens]
-        return read_valid_rows(cache, slots, _within(slots, length, tokens), self.page_layout)
+        inside = _within(slots, length, tokens)
+        rows, valid = read_valid_rows(cache, slots, inside, self.page_layout)
+        return rows.to(operand_dtype(rows.device)), valid
 
     # ---- weights ------------------------------------------------------------
 
@@ -281,7 +286,8 @@ def _attend_in_chunks(
     """Attend chunk by chunk and write each chunk's slice -> (output, lse, max_logits)."""
     out, lse, max_logits = args.output(), args.empty_lse(), args.empty_lse()
     s_q = args.q.shape[0]
-    chunk = max(1, ATTENTION_BYTES // (4 * HEAD_DIM * max(width, 1)))
+    row_bytes = operand_dtype(args.q.device).itemsize * HEAD_DIM
+    chunk = max(1, ATTENTION_BYTES // (row_bytes * max(width, 1)))
     for start in range(0, s_q, chunk):
         tokens = slice(start, min(start + chunk, s_q))
         rows, valid = rows_of(tokens)
