@@ -18,6 +18,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
@@ -210,15 +211,19 @@ def bootstrap_median(
     seed: int = 0,
 ) -> Interval:
     """Percentile bootstrap interval of the median; the same data and seed give the same one."""
-    # Ranks in place of values: a drawn set's median is the value of its median rank.
-    shape = (BOOTSTRAP_DRAWS, data.size)
-    ranks = np.random.default_rng(seed).integers(0, data.size, shape, dtype=np.uint16)
-    middle = (data.size - 1) // 2, data.size // 2
-    ranks.partition(middle, axis=1)
-    medians = np.sort(data)[ranks[:, middle]].mean(axis=1)
+    medians = np.sort(data)[_median_ranks(data.size, seed)].mean(axis=1)
     tail = (1 - level) / 2
     low, high = (float(q) for q in np.quantile(medians, (tail, 1 - tail)))
     return Interval(low=low, high=high, level=level)
+
+
+@lru_cache
+def _median_ranks(size: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
+    """The two middle ranks of each drawn set: its median is theirs, whatever the values."""
+    shape, middle = (BOOTSTRAP_DRAWS, size), ((size - 1) // 2, size // 2)
+    ranks = np.random.default_rng(seed).integers(0, size, shape, dtype=np.uint16)
+    ranks.partition(middle, axis=1)
+    return ranks[:, middle]
 
 
 def paired_ratio(
