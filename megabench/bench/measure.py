@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from megabench.bench.cupti import Spans
+from megabench.bench.kernels import count_kernels
 from megabench.bench.phases import PhaseClock
-from megabench.bench.recheck import Copy, Expected, recheck
+from megabench.bench.recheck import Copy, Expected, last_round, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation, turn_problem
 from megabench.bench.sampling import MIN_PAIRS, Policy, Sampled, interleave, paired_ratio, summarise
@@ -23,7 +24,6 @@ from megabench.bench.telemetry import INVALIDATING, Probe, Reading, summarise_re
 from megabench.bench.timers import (
     EventTimer,
     Timer,
-    count_kernels,
     cpu_timer,
     eager_timer,
     graph_timer,
@@ -84,11 +84,13 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     first (case and suite left blank for the caller)."""
     rows: list[list[Measurement]] = [[] for _ in arms]
     comparisons = []
-    expected = [Expected(arm.first) for arm in arms]
+    expected = [_expected(bench, arm) for arm in arms]
     for column in COLUMNS[bench.device.type]:
         _put_back_threads(bench.threads)
         with bench.clock.phase("setup"):
-            prepared = [_prepare(bench, arm, column) for arm in arms]
+            prepared = [
+                _prepare(bench, arm, column, want) for arm, want in zip(arms, expected, strict=True)
+            ]
         watches = [_Watch(p.timer.take, bench.probe, bench.threads) for p in prepared]
         policy = bench.policy
         if column == "eager":
@@ -96,12 +98,11 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
                 policy, max_samples=EAGER_SAMPLES, min_seconds=0.0, block=EAGER_SAMPLES // MIN_PAIRS
             )
         sampled = interleave([w.take for w in watches], policy)
-        for outcome in sampled:
-            bench.clock.timed(outcome.values)
         for arm, ready, watch, outcome, want, own in zip(
             arms, prepared, watches, sampled, expected, rows, strict=True
         ):
             own.append(_row(bench, arm, column, ready, watch, outcome, want))
+            bench.clock.timed(own[-1].samples_us)
         comparisons += _compare(bench, arms, column, sampled)
     return rows, comparisons
 
@@ -124,7 +125,10 @@ class _Watch:
         self.problem: str | None = None
 
     def take(self, n: int) -> list[float]:
-        values = self._take(n)
+        return self.kept(self._take(n))
+
+    def kept(self, values: list[float]) -> list[float]:
+        """A block just taken, unless it fell under a slowdown."""
         left = _put_back_threads(self._threads)
         if left is not None:
             self.problem = f"it set torch's threads to {left}, not {self._threads}"
@@ -145,11 +149,17 @@ def _put_back_threads(count: int) -> int | None:
     return found
 
 
-def _prepare(bench: Bench, arm: Arm, column: Column) -> _Prepared:
+def _expected(bench: Bench, arm: Arm) -> Expected:
+    """What the arm's op writes when launched eagerly, which on a GPU is a way it is timed."""
+    on_gpu = bench.device.type == "cuda"
+    return Expected(arm.first, eager_timer(arm.first.run) if on_gpu else None)
+
+
+def _prepare(bench: Bench, arm: Arm, column: Column, expected: Expected) -> _Prepared:
     if column == "cpu":
         return _Prepared(cpu_timer(arm.first.run), [arm.first])
     if column == "eager":
-        return _Prepared(eager_timer(arm.first.run), [arm.first])
+        return _Prepared(expected.timer, [arm.first])
     if column == "warm":
         return _Prepared(graph_timer([arm.first.run], "warm L2"), [arm.first])
     l2 = bench.l2_bytes or 0
@@ -171,14 +181,17 @@ def _row(
     outcome: Sampled,
     expected: Expected,
 ) -> Measurement:
-    timer, work, values = ready.timer, arm.work, outcome.values
-    common = _as_taken(bench, arm, column, ready, watch, outcome)
+    timer, work = ready.timer, arm.work
+    _put_back_threads(bench.threads)
+    last, stale = last_round(ready.copies, timer, expected)
+    values = outcome.values + watch.kept(last)
+    common = _as_taken(bench, arm, column, ready, watch, replace(outcome, values=values))
     note = "; ".join(filter(None, (timer.note, arm.note)))
     if not values:
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
     placed = place(work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    stale = recheck(ready.copies, timer, expected, summary.median)
+    stale = stale or recheck(ready.copies[0], timer, expected, summary.median)
     wrong = stale or turn_problem(timer.counts) or _too_few(watch, len(values)) or watch.problem
     checked = None
     if bench.spans is not None and isinstance(timer, EventTimer):
@@ -217,7 +230,7 @@ def _as_taken(
         "column": column,
         "method": timer.method,
         "calls": arm.calls,
-        "kernels": count_kernels(arm.first.run) if column == "eager" and arm.op == STEP else None,
+        "kernels": _kernels(arm, timer) if column == "warm" and arm.op == STEP else None,
         "sets": timer.sets,
         "bytes_rotated": rotation.bytes_rotated if rotation else None,
         "samples_us": outcome.values,
@@ -230,6 +243,12 @@ def _as_taken(
         "bytes_issued": arm.work.bytes_issued,
         "telemetry": summarise_readings(bench.probe.source, watch.readings),
     }
+
+
+def _kernels(arm: Arm, timer: Timer) -> int | None:
+    """Kernels of one run: those of the graph that is timed, else as a profiler counts them."""
+    counted = timer.kernels() if isinstance(timer, EventTimer) else None
+    return counted or count_kernels(arm.first.run)
 
 
 def _too_few(watch: _Watch, kept: int) -> str | None:

@@ -1,37 +1,34 @@
 """Outputs are compared after timing: a number stands only for work that was done.
 
-Before each check the outputs are poisoned. Two checks: the timed form, run once more, writes bit
-for bit what the untimed run wrote; and with the sign of an input flipped it writes what an untimed
-run of the flipped input writes, and something new where the op must. The second catches an output
-that is kept, not computed. It is timed, too, before any other run has seen that input: an op that
-computes only what it does not find done already takes longer then than its samples say.
+Before each check the outputs are poisoned. Two checks: the last sample of every copy leaves bit for
+bit what an untimed run wrote; and with the sign of an input flipped the timed form writes what an
+eager run of the flipped input writes, and something new where the op must. The second catches an
+output that is kept, not computed. It is timed, too, before any other run has seen that input: an op
+that computes only what it does not find done already takes longer then than its samples say.
 
 An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
-stopped: work on a stream that the clock does not wait for is missing from them. Memory that comes
-new from the allocator, as it does without a graph, may hold an earlier run's right answer, though;
-so after one more run poison is laid over its outputs, and nobody may write there until the device
-is idle.
+stopped: work on a stream that the clock does not wait for is missing from them. A graph has none,
+so the outputs of its copies are read after all have run. Memory that comes new from the allocator,
+as it does without a graph, may hold an earlier run's right answer, though; so after one more run
+poison is laid over its outputs, and nobody may write there until the device is idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import median
-from typing import TypeVar
 
 import torch
 
 from megabench.bench.ops import Target, bits_of, flip_, poison_, poison_word
 from megabench.bench.timers import HostTimer, Run, Timer
 
-Seen = TypeVar("Seen")
-
 DIFFERENT = "outputs after timing differ from the untimed run's"
 FLIP_LIMIT_US = 50_000.0
-"""Ops slower than this are not run twice more for the changed-input check (eager CPU steps)."""
+"""Ops slower than this are not run again for the changed-input check (eager CPU steps)."""
 SKIPPED_FACTOR, SKIPPED_US = 2.0, 10.0
 """A run on a changed input takes no longer than the samples' median times and plus these."""
 TRIES = 6
@@ -54,39 +51,20 @@ class Copy:
 
 
 class Expected:
-    """What an untimed run writes, as its inputs are and with a sign flipped: each is found once for
-    all the ways an op is timed."""
+    """What an op writes when it is launched eagerly and every stream waited for: as its inputs are,
+    and with a sign flipped. Each is run once for all the ways an op is timed."""
 
-    def __init__(self, copy: Copy, run: Run | None = None) -> None:
+    def __init__(self, copy: Copy, timer: Timer | None = None) -> None:
+        """`timer` times the copy's own run, where that is one of those ways."""
         self._copy = copy
-        self.plain = observe(copy, run)
+        self.timer = timer or HostTimer([copy.run], "untimed", _wait)
+        with _poisoned(copy, []):
+            self.plain = _cloned(_bits(copy, self.timer.replay(0)))
 
     @cached_property
-    def flipped(self) -> list[torch.Tensor]:
-        with _flipped(self._copy.flippable):
-            return observe(self._copy)
-
-
-def observe(copy: Copy, run: Run | None = None) -> list[torch.Tensor]:
-    """The bits of an untimed run's outputs, by `run` in place of the copy's own; every stream is
-    waited for."""
-    untimed = run or copy.run
-
-    def settled() -> list[torch.Tensor]:
-        fresh = untimed()
-        _wait()
-        return fresh
-
-    return _observed(copy, settled, [], lambda seen: [bits.clone() for bits in seen])
-
-
-def _observed(
-    copy: Copy, run: Run, returned: list[torch.Tensor], look: Callable[[list[torch.Tensor]], Seen]
-) -> Seen:
-    """Poison, run once, and `look` at every output's bits, targets first, then returned tensors.
-    `returned` are tensors that a graph returns to each time, poisoned too."""
-    with _poisoned(copy, returned):
-        return look(_bits(copy, run()))
+    def changed(self) -> tuple[list[torch.Tensor], float]:
+        """Outputs' bits with the sign flipped, and the run's microseconds."""
+        return _changed(self._copy, self.timer)
 
 
 @contextmanager
@@ -119,6 +97,10 @@ def _flipped(tensor: torch.Tensor | None, halvings: int = 0) -> Iterator[None]:
 
 def _bits(copy: Copy, returned: list[torch.Tensor]) -> list[torch.Tensor]:
     return [target.bits() for target in copy.targets] + [bits_of(t) for t in returned]
+
+
+def _cloned(seen: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [bits.clone() for bits in seen]
 
 
 def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -165,53 +147,90 @@ def _changed(copy: Copy, timer: Timer, halvings: int = 0) -> tuple[list[torch.Te
     its outputs."""
     with _flipped(copy.flippable, halvings), _poisoned(copy, timer.returned(0) or []):
         fresh, microseconds = timer.timed_replay(0)
-        seen = [bits.clone() for bits in _bits(copy, fresh)]
-        return seen, microseconds()
+        return _cloned(_bits(copy, fresh)), microseconds()
 
 
-def recheck(copies: list[Copy], timer: Timer, expected: Expected, median_us: float) -> str | None:
-    """None when every copy of `timer` still does its work, else what is wrong with it. The first
-    stands for all in what takes longer: late writes and a changed input, which must not take much
-    more than the samples' `median_us`. One that follows a changed input follows its own."""
-
-    def differs(index: int) -> torch.Tensor:
-        kept = timer.returned(index) or []
-        return _observed(
-            copies[index],
-            lambda: timer.replay(index),
-            kept,
-            lambda seen: _differ(seen, expected.plain),
-        )
-
-    changing = median_us <= FLIP_LIMIT_US
-    as_they_are = range(1 if changing else 0, len(copies))
-    found = [differs(index) for index in as_they_are]
-    for index, wrong in zip(as_they_are, torch.stack(found).tolist() if found else [], strict=True):
+def last_round(
+    copies: list[Copy], timer: Timer, expected: Expected
+) -> tuple[list[float], str | None]:
+    """One more sample of every copy, each of which finds its outputs poisoned -> microseconds, and
+    what is wrong with the outputs that a copy leaves."""
+    samples = _one_by_one if timer.returned(0) is None else _in_one_go
+    taken, found = samples(copies, timer, expected.plain)
+    for index, wrong in enumerate(torch.stack(found).tolist()):
         if wrong:
-            where = f"copy {index}: " if len(copies) > 1 else ""
-            return f"{where}{DIFFERENT}"
-    wrong = _unchanged(copies[0], timer, expected, median_us) if changing else None
+            return taken, f"copy {index}: {DIFFERENT}" if len(copies) > 1 else DIFFERENT
+    return taken, None
+
+
+def _in_one_go(
+    copies: list[Copy], timer: Timer, plain: list[torch.Tensor]
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Of graphs, which return to tensors of their own: in rotation, as all samples are taken.
+
+    Graphs share a pool: an earlier one may use what a later one returns. So the later ones are
+    looked at before it is an earlier one's turn again.
+    """
+    returned = [timer.returned(index) or [] for index in range(len(copies))]
+    taken: list[float] = []
+    found: dict[int, torch.Tensor] = {}
+    with ExitStack() as poisoned:
+        for copy, kept in zip(copies, returned, strict=True):
+            poisoned.enter_context(_poisoned(copy, kept))
+        for part in range(timer.turn, len(copies)), range(timer.turn):
+            taken += timer.take(len(part))
+            found |= {i: _differ(_bits(copies[i], returned[i]), plain) for i in part}
+    return taken, [found[index] for index in range(len(copies))]
+
+
+def _one_by_one(
+    copies: list[Copy], timer: Timer, plain: list[torch.Tensor]
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Of launches that return new tensors, each looked at before the next."""
+    taken, found = [], []
+    for index, copy in enumerate(copies):
+        with _poisoned(copy, []):
+            fresh, microseconds = timer.timed_replay(index)
+            found.append(_differ(_bits(copy, fresh), plain))
+            taken.append(microseconds())
+    return taken, found
+
+
+def recheck(copy: Copy, timer: Timer, expected: Expected, median_us: float) -> str | None:
+    """None when the first copy of `timer` does its work as its samples did, else what is wrong. It
+    stands for all in what takes longer: late writes and a changed input, which must not take much
+    more than the samples' `median_us`."""
+    wrong = None
+    if median_us <= FLIP_LIMIT_US:
+        wrong = _unchanged(copy, timer, expected, median_us)
     launched = timer.returned(0) is None and not isinstance(timer, HostTimer)
-    if wrong is None and launched and _written_late(copies[0], timer):
+    if wrong is None and launched and _written_late(copy, timer):
         return "outputs are still written when the clock has stopped"
     return wrong
 
 
 def _unchanged(copy: Copy, timer: Timer, expected: Expected, median_us: float) -> str | None:
     """What is wrong when the timed form finds its input changed and its outputs gone."""
-    seen, changed_us = _changed(copy, timer)
+    seen, changed_us = expected.changed if timer is expected.timer else _changed(copy, timer)
     if copy.flippable is None:
         if not same(seen, expected.plain):
             return DIFFERENT
-    elif not same(seen, expected.flipped):
+    elif not same(seen, expected.changed[0]):
         return "the timed form does not follow a changed input"
     elif copy.sensitive and same(seen, expected.plain):
         return "outputs do not change with a changed input"
-    if not _slow(changed_us, median_us):
-        return None
-    tries = [(_changed(copy, timer, n)[1], _again(timer)) for n in range(1, TRIES)]
-    changed_us = min(changed_us, *(changed for changed, _ in tries))
-    if not _slow(changed_us, max(median_us, median(again for _, again in tries))):
+    return _found_done(copy, timer, changed_us, median_us) if _slow(changed_us, median_us) else None
+
+
+def _found_done(copy: Copy, timer: Timer, changed_us: float, median_us: float) -> str | None:
+    """What is wrong when changed inputs, one after another, take longer than the samples did."""
+    again: list[float] = []
+    for halvings in range(1, TRIES):
+        changed_us = min(changed_us, _changed(copy, timer, halvings)[1])
+        if not _slow(changed_us, median_us):
+            return None
+        again.append(_again(timer))
+    if not _slow(changed_us, max(median_us, median(again))):
         return None
     times = f"{changed_us:.1f} us, not {median_us:.1f}"
     return f"with a changed input it takes {times}: the samples found their work done"

@@ -23,7 +23,6 @@ from megabench.bench.cupti import Spans
 from megabench.bench.measure import Arm, Bench, measure
 from megabench.bench.sampling import CPU_POLICY, CUDA_POLICY, Policy
 from megabench.bench.telemetry import make_probe
-from megabench.bench.timers import spend_first_session
 from megabench.cases import Case
 from megabench.geometry import Geometry
 from megabench.results import CaseResult, Comparison, Row, StageResult, Status
@@ -82,7 +81,6 @@ class BenchRun:
         l2 = None
         if self.device.type == "cuda":
             l2 = torch.cuda.get_device_properties(self.device).L2_cache_size
-            spend_first_session()
         self._bench = Bench(
             device=self.device,
             ceilings=ceilings,

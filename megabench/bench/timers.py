@@ -14,12 +14,12 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from time import perf_counter_ns
 from typing import NamedTuple, Protocol
 
 import torch
 
+from megabench.bench.kernels import kernels_of
 from megabench.devices import first_cause
 
 Run = Callable[[], list[torch.Tensor]]
@@ -42,6 +42,8 @@ class Timer(Protocol):
     overhead_us: float | None
     counts: list[int]
     """Samples taken of each copy."""
+    turn: int
+    """The copy to be sampled next."""
 
     def take(self, n: int) -> list[float]:
         """n samples in microseconds."""
@@ -71,12 +73,12 @@ class HostTimer:
         self.sets = len(runs)
         self.overhead_us: float | None = _clock_pair_us()
         self.counts = [0] * len(runs)
-        self._runs, self._wait, self._next = runs, wait, 0
+        self._runs, self._wait, self.turn = runs, wait, 0
 
     def take(self, n: int) -> list[float]:
         samples = []
         for _ in range(n):
-            copy, self._next = self._next, (self._next + 1) % self.sets
+            copy, self.turn = self.turn, (self.turn + 1) % self.sets
             run = self._runs[copy]
             start = perf_counter_ns()
             run()
@@ -117,6 +119,7 @@ class Launch:
     launch: Callable[[], object]
     returned: list[torch.Tensor] | None
     """None when every launch returns new tensors."""
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class Sample(NamedTuple):
@@ -139,7 +142,7 @@ class EventTimer:
         self.method, self.note = method, note
         self.sets = len(launches)
         self.counts = [0] * len(launches)
-        self._launches, self._sweep, self._next = launches, sweep or _nothing, 0
+        self._launches, self._sweep, self.turn = launches, sweep or _nothing, 0
         self._pairs: list[_Pair] = []
         self.overhead_us: float | None = event_pair_us()
 
@@ -149,8 +152,8 @@ class EventTimer:
 
     def samples(self, n: int) -> list[Sample]:
         """The next n samples, copies in rotation, for another clock."""
-        copies = [(self._next + i) % self.sets for i in range(n)]
-        self._next = (self._next + n) % self.sets
+        copies = [(self.turn + i) % self.sets for i in range(n)]
+        self.turn = (self.turn + n) % self.sets
         for copy in copies:
             self.counts[copy] += 1
         return [Sample(self._sweep, self._launches[copy].launch) for copy in copies]
@@ -174,6 +177,11 @@ class EventTimer:
 
     def returned(self, copy: int) -> list[torch.Tensor] | None:
         return self._launches[copy].returned
+
+    def kernels(self) -> int | None:
+        """Kernels that a replay launches, copies and fills left out; None of eager launches."""
+        graph = self._launches[0].graph
+        return None if graph is None else kernels_of(graph)
 
 
 def graph_timer(
@@ -204,7 +212,7 @@ def capture(run: Run, pool: object = None, warm_ups: int = WARM_UPS) -> Launch:
     """
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.stream(side):
         for _ in range(warm_ups):
             run()
@@ -215,32 +223,11 @@ def capture(run: Run, pool: object = None, warm_ups: int = WARM_UPS) -> Launch:
                 returned = run()
             finally:
                 graph.capture_end()
+            graph.instantiate()
         except Exception as error:
             raise CaptureError(first_cause(error)) from error
     torch.cuda.current_stream().wait_stream(side)
-    return Launch(graph.replay, returned)
-
-
-def count_kernels(run: Run) -> int | None:
-    """Kernels that one run launches, copies and fills left out; None when the profiler saw none."""
-    spend_first_session()
-    names = _device_work(run)
-    return sum(not name.startswith(("Memcpy", "Memset")) for name in names) or None
-
-
-@cache
-def spend_first_session() -> None:
-    """The profiler's first session of a process takes seconds, and may record nothing."""
-    _device_work(lambda: torch.zeros(1, device="cuda"))
-
-
-def _device_work(run: Callable[[], object]) -> list[str]:
-    """Names of the kernels, copies and fills that one run launches."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        run()
-        torch.cuda.synchronize()
-    return [e.name for e in profiler.events() if e.device_type.name == "CUDA"]
+    return Launch(graph.replay, returned, graph)
 
 
 def _nothing() -> None:

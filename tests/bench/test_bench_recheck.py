@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megabench.bench.ops import Target, flip_
-from megabench.bench.recheck import Copy, Expected, observe, recheck, same
-from megabench.bench.timers import HostTimer
+from megabench.bench.recheck import Copy, Expected, last_round, recheck, same
+from megabench.bench.timers import HostTimer, Timer
 
 Run = Callable[[], list[torch.Tensor]]
 MEDIAN_US = 40_000.0
@@ -24,15 +24,22 @@ def double(x: torch.Tensor, out: torch.Tensor) -> Run:
     return run
 
 
+def judge(copies: list[Copy], timer: Timer, expected: Expected) -> str | None:
+    """What is found wrong after timing."""
+    return last_round(copies, timer, expected)[1] or recheck(copies[0], timer, expected, MEDIAN_US)
+
+
 class Replay:
     """A timer whose timed form may differ from the untimed run, as a captured graph's may."""
 
     method, note, sets, overhead_us = "fake", "", 1, None
 
     def __init__(self, run: Run, static: list[torch.Tensor] | None = None) -> None:
-        self.counts, self._run, self._static = [0], run, static
+        self.counts, self.turn, self._run, self._static = [0], 0, run, static
 
     def take(self, n: int) -> list[float]:
+        for _ in range(n):
+            self._run()
         return [1.0] * n
 
     def replay(self, copy: int) -> list[torch.Tensor]:
@@ -45,6 +52,33 @@ class Replay:
         return self._static
 
 
+class Rotation(Replay):
+    """Graphs in rotation, each with its own tensor. An earlier one scratches in the next one's, as
+    graphs that share a pool may."""
+
+    def __init__(self, x: torch.Tensor, copies: int, turn: int = 0) -> None:
+        self.x, self.outs, self.sets = x, [torch.empty(8) for _ in range(copies)], copies
+        self.counts, self.turn, self.idle = [0] * copies, turn, -1
+
+    def replay(self, copy: int) -> list[torch.Tensor]:
+        if copy + 1 < self.sets:
+            self.outs[copy + 1].fill_(-1.0)
+        if copy != self.idle:
+            torch.mul(self.x, 3.0, out=self.outs[copy])
+        return [self.outs[copy]]
+
+    def take(self, n: int) -> list[float]:
+        turns = [(self.turn + i) % self.sets for i in range(n)]
+        for turn in turns:
+            self.replay(turn)
+            self.counts[turn] += 1
+        self.turn = (self.turn + n) % self.sets
+        return [float(turn) for turn in turns]
+
+    def returned(self, copy: int) -> list[torch.Tensor] | None:
+        return [self.outs[copy]]
+
+
 def case() -> tuple[torch.Tensor, torch.Tensor, Copy, Expected]:
     x, out = torch.arange(1.0, 9.0), torch.empty(8)
     copy = Copy(double(x, out), [Target(out)], flippable=x)
@@ -54,7 +88,7 @@ def case() -> tuple[torch.Tensor, torch.Tensor, Copy, Expected]:
 def test_an_honest_op_passes_and_leaves_its_input_as_it_was() -> None:
     x, _, copy, expected = case()
     before = x.clone()
-    assert recheck([copy], HostTimer([copy.run], "host"), expected, MEDIAN_US) is None
+    assert judge([copy], HostTimer([copy.run], "host"), expected) is None
     assert torch.equal(x, before)
 
 
@@ -69,14 +103,14 @@ def test_the_untimed_runs_are_made_once_for_all_columns() -> None:
     copy = Copy(counted, [Target(out)], flippable=x)
     expected = Expected(copy)
     for _ in range(3):
-        assert recheck([copy], Replay(double(x, out)), expected, MEDIAN_US) is None
+        assert judge([copy], Replay(double(x, out)), expected) is None
     assert len(runs) == 2
 
 
 def test_an_op_that_skips_its_work_on_replay_is_caught() -> None:
     x, _, copy, expected = case()
     kept = x * 3.0
-    assert recheck([copy], Replay(lambda: [kept]), expected, MEDIAN_US) is not None
+    assert judge([copy], Replay(lambda: [kept]), expected) is not None
 
 
 def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> None:
@@ -87,7 +121,7 @@ def test_an_op_that_returns_a_cached_output_is_caught_by_a_changed_input() -> No
         out.copy_(cached[0])
         return [cached[1].clone()]
 
-    wrong = recheck([copy], Replay(from_cache), expected, MEDIAN_US)
+    wrong = judge([copy], Replay(from_cache), expected)
     assert wrong is not None
     assert "changed input" in wrong
 
@@ -102,7 +136,7 @@ def test_an_op_that_ignores_its_input_every_time_is_caught_where_it_must_not() -
 
     for sensitive in (True, False):
         copy = Copy(run, [Target(out)], flippable=x, sensitive=sensitive)
-        wrong = recheck([copy], HostTimer([run], "host"), Expected(copy, run), MEDIAN_US)
+        wrong = judge([copy], HostTimer([run], "host"), Expected(copy))
         assert (wrong is not None) == sensitive
 
 
@@ -114,17 +148,17 @@ def test_a_graph_that_leaves_its_returned_tensor_untouched_is_caught() -> None:
         torch.mul(x, 2.0, out=out)
         return static
 
-    assert recheck([copy], Replay(replay, static), expected, MEDIAN_US) is not None
+    assert judge([copy], Replay(replay, static), expected) is not None
 
 
 def test_an_output_that_is_right_and_written_again_before_the_device_is_idle_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     x, out, copy, expected = case()
-    assert recheck([copy], Replay(copy.run), expected, MEDIAN_US) is None
+    assert judge([copy], Replay(copy.run), expected) is None
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: torch.mul(x, 2.0, out=out))
-    wrong = recheck([copy], Replay(copy.run), expected, MEDIAN_US)
+    wrong = judge([copy], Replay(copy.run), expected)
     assert wrong == "outputs are still written when the clock has stopped"
 
 
@@ -144,26 +178,78 @@ def test_a_changed_input_may_take_no_longer_than_samples_do_now(
             taken = plain_us if torch.equal(x, plain) else changed_us
             return self._run(), lambda: taken
 
-    wrong = recheck([copy], Clocked(copy.run), expected, 9.0)
+    wrong = recheck(copy, Clocked(copy.run), expected, 9.0)
     assert (wrong is not None) == caught
     assert not caught or wrong == (
         "with a changed input it takes 90.0 us, not 9.0: the samples found their work done"
     )
 
 
+def test_tries_end_with_the_first_that_takes_no_longer() -> None:
+    _, _, copy, expected = case()
+    taken = iter([90.0, 90.0, 9.0, 9.0, 25.0])
+    """A changed input twice, two samples, a changed input."""
+
+    class Clocked(Replay):
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            return self._run(), lambda: next(taken)
+
+    assert recheck(copy, Clocked(copy.run), expected, 9.0) is None
+    assert list(taken) == []
+
+
 def test_every_copy_is_compared_and_the_wrong_one_is_named() -> None:
     x, _, copy, expected = case()
     lazy = Copy(lambda: [x * 3.0], [Target(torch.empty(8))], flippable=x)
     timer = HostTimer([copy.run, lazy.run], "host")
-    wrong = recheck([copy, lazy], timer, expected, MEDIAN_US)
+    wrong = judge([copy, lazy], timer, expected)
     assert wrong == "copy 1: outputs after timing differ from the untimed run's"
+
+
+@pytest.mark.parametrize("turn", [0, 1, 2])
+def test_the_last_sample_of_every_graph_of_a_rotation_is_looked_at(turn: int) -> None:
+    x = torch.arange(1.0, 9.0)
+    copies = [Copy(lambda: [x * 3.0]) for _ in range(3)]
+    timer, expected = Rotation(x, 3, turn), Expected(copies[0])
+    samples = [float((turn + i) % 3) for i in range(3)]
+    assert last_round(copies, timer, expected) == (samples, None)
+    assert timer.counts == [1, 1, 1]
+    for idle in range(3):
+        timer.idle = idle
+        _, wrong = last_round(copies, timer, expected)
+        assert wrong == f"copy {idle}: outputs after timing differ from the untimed run's"
+
+
+def test_the_last_sample_of_a_launch_is_a_sample_and_finds_no_earlier_output() -> None:
+    _, _, copy, expected = case()
+    taken, wrong = last_round([copy] * 2, Replay(copy.run), expected)
+    assert (taken, wrong) == ([1.0, 1.0], None)
+    kept = copy.run()
+    _, wrong = last_round([copy], Replay(lambda: kept), expected)
+    assert wrong == "outputs after timing differ from the untimed run's"
+
+
+def test_a_form_that_is_timed_and_stands_for_all_runs_a_changed_input_once() -> None:
+    x, out = torch.arange(1.0, 9.0), torch.empty(8)
+    runs: list[bool] = []
+
+    def counted() -> list[torch.Tensor]:
+        runs.append(bool(x[0] < 0))
+        return double(x, out)()
+
+    copy = Copy(counted, [Target(out)], flippable=x, sensitive=True)
+    timer = HostTimer([counted], "eager")
+    expected = Expected(copy, timer)
+    assert judge([copy], Replay(double(x, out)), expected) is None
+    assert judge([copy], timer, expected) is None
+    assert runs == [False, True, False]
 
 
 def test_an_argument_handed_back_is_not_poisoned() -> None:
     x = torch.arange(4.0)
     copy = Copy(lambda: [x], flippable=x, inputs=frozenset({x.untyped_storage().data_ptr()}))
     expected = Expected(copy)
-    assert recheck([copy], Replay(copy.run, [x]), expected, MEDIAN_US) is None
+    assert judge([copy], Replay(copy.run, [x]), expected) is None
 
 
 def test_nan_outputs_are_compared_by_their_bits() -> None:
@@ -181,7 +267,7 @@ def test_a_cache_written_in_place_is_put_back() -> None:
     before = cache.clone()
     target = Target(cache, pages=torch.tensor([1]))
     copy = Copy(lambda: [cache[1, 0].fill_(7)], [target])
-    seen = observe(copy)[0].view(1, 2, 8)
+    seen = Expected(copy).plain[0].view(1, 2, 8)
     assert seen[0, 0].tolist() == [7] * 8
     assert seen[0, 1].tolist() == [0x5A] * 8
     assert torch.equal(cache, before)
@@ -207,5 +293,5 @@ def test_a_run_that_fails_leaves_the_cache_as_it_was() -> None:
         raise RuntimeError("out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        observe(Copy(fails, [Target(cache, torch.tensor([1, 2]))]))
+        Expected(Copy(fails, [Target(cache, torch.tensor([1, 2]))]))
     assert torch.equal(cache, before)

@@ -129,6 +129,14 @@ def test_a_row_says_where_its_time_went(start: Callable[..., BenchRun], model: s
     assert row.seconds == pytest.approx(parts)
 
 
+def test_the_last_sample_whose_outputs_are_looked_at_counts_as_the_others_do(
+    start: Callable[..., BenchRun], model: str
+) -> None:
+    four = replace(QUICK, timeout=5.0, max_samples=4, target=0.0, block=1)
+    (row,) = start(policy=four).run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    assert {m.n for m in row.measurements} == {4 + 1}
+
+
 def test_what_a_backend_says_of_its_attention_times_stands_with_them(
     start: Callable[..., BenchRun], model: str
 ) -> None:

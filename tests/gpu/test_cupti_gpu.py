@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megabench.bench.cupti import CuptiTracer, Spans
-from megabench.bench.timers import Launch, Run, count_kernels, graph_timer
+from megabench.bench.kernels import count_kernels
+from megabench.bench.timers import Launch, Run, graph_timer
 
 pytest.importorskip("cupti")
 pytestmark = [
