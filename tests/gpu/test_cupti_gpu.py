@@ -9,7 +9,8 @@ import torch
 
 from megabench.bench.cupti import CuptiTracer, Spans
 from megabench.bench.kernels import count_kernels
-from megabench.bench.timers import Launch, Run, graph_timer
+from megabench.bench.timers import EventTimer, Launch, Run, graph_timer
+from megabench.results import CrossCheck
 
 pytest.importorskip("cupti")
 pytestmark = [
@@ -29,10 +30,20 @@ def spins(count: int) -> Run:
     return run
 
 
+def checked(timer: EventTimer) -> CrossCheck:
+    """A check between two equal medians: spins take cycles, and the clock of a device that has just
+    worked hard still rises."""
+    for _ in range(5):
+        before = statistics.median(timer.take(20))
+        found = Spans(CuptiTracer()).check(timer, before)
+        if statistics.median(timer.take(20)) == pytest.approx(before, rel=0.01):
+            break
+    return found
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_span_of_a_graph_agrees_with_its_event_pair(count: int) -> None:
-    timer = graph_timer([spins(count)], "warm")
-    found = Spans(CuptiTracer()).check(timer, statistics.median(timer.take(20)))
+    found = checked(graph_timer([spins(count)], "warm"))
     assert (found.status, found.activities) == ("agrees", count), found.message
 
 
@@ -59,7 +70,7 @@ def test_torch_s_profiler_and_the_tracer_take_turns() -> None:
     timer = graph_timer([spins(2)], "warm")
     for _ in range(2):
         assert count_kernels(spins(2)) == 2
-        found = Spans(CuptiTracer()).check(timer, statistics.median(timer.take(20)))
+        found = checked(timer)
         assert (found.status, found.activities) == ("agrees", 2), found.message
 
 
