@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -53,18 +53,18 @@ def one_block(index: tuple[int, int, int], byte: int) -> Edit:
     return edit
 
 
-FAR_SCALES: tuple[tuple[str, Edit | None, Edit | None], ...] = (
-    *((f"zeros under {byte}", zeros_under(byte), zeros_under(byte)) for byte in (0, 1, 60, 254)),
-    ("256 zeros first", zeros_first(256), zeros_first(256)),
-    ("2048 zeros first", zeros_first(2048), zeros_first(2048)),
-    ("scales 90 to 164", spread_over(90, 165), spread_over(90, 165)),
-    ("scales 104 to 127", spread_over(104, 128), spread_over(104, 128)),
-    ("scales 105 to 126", spread_over(105, 127), spread_over(105, 127)),
-    *(
-        (f"one block of the weight under {byte}, {at}", None, one_block((0, 517, at), byte))
-        for byte in (30, 104, 127, 200)
-        for at in (2, 120)
-    ),
-    *((f"one of a token under {byte}", one_block((-1, 0, 77), byte), None) for byte in (104, 127)),
-)
-"""Names, and the edits of activations [tokens, groups, ...] and the weight [groups, rows, ...]."""
+def far_scales(blocks: int) -> Iterator[tuple[str, Edit | None, Edit | None]]:
+    """Names, and the edits of activations [tokens, groups, ...] and the weight [groups, rows, ...]
+    that have `blocks` blocks of 32 columns: 12 or more."""
+    for byte in (0, 1, 60, 254):
+        yield f"zeros under {byte}", zeros_under(byte), zeros_under(byte)
+    for columns in (256, 16 * blocks):
+        yield f"{columns} zeros first", zeros_first(columns), zeros_first(columns)
+    for low, high in ((90, 165), (104, 128), (105, 127)):
+        edit = spread_over(low, high)
+        yield f"scales {low} to {high - 1}", edit, edit
+    for byte in (30, 104, 127, 200):
+        for at in (2, blocks - 8):
+            yield f"one block of the weight under {byte}, {at}", None, one_block((0, 517, at), byte)
+    for byte in (104, 127):
+        yield f"one of a token under {byte}", one_block((-1, 0, blocks * 3 // 5), byte), None

@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 from cold_clock import median_us
-from far_scales import FAR_SCALES, Edit
+from far_scales import Edit, far_scales
 
 from megabench.backends.base import EINSUM, EINSUM_RECIPE, Pair
 from megabench.backends.sm90 import dense_launch, product_launch, skinny_launch
@@ -36,6 +36,8 @@ from reference.bounds import gamma
 DEVICE = torch.device("cuda")
 GROUPS, ROWS, COLUMNS = 8, 1024, 4096
 LINEARS = ((32768, 1280), (5120, 8192))
+UNEVEN_WORDS = (3, 9)
+"""Of columns: a cluster's CTAs get unequal numbers of them, or none."""
 POISON_CODE, POISON_SCALE = 0x7F, -1
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 EDGES = (*range(6), *(n + d for n in (32, 64, 128, 256, 512) for d in (-1, 0, 1)), 130, 1023, 4097)
@@ -58,17 +60,20 @@ def shifted(codes: torch.Tensor, scale: torch.Tensor, by: int) -> Pair:
     return codes, (scale.int() + by).to(torch.uint8)
 
 
-def make_weight(groups: int, seed: int, *, positive: bool = False, shift: int = 0) -> Pair:
+def make_weight(
+    groups: int, seed: int, *, positive: bool = False, shift: int = 0, columns: int = COLUMNS
+) -> Pair:
     g = torch.Generator(DEVICE).manual_seed(seed)
-    value = torch.randn(groups, ROWS, COLUMNS, generator=g, device=DEVICE) * 0.05
-    value *= spread((groups, ROWS), g)
+    value = torch.randn(groups, ROWS, columns, generator=g, device=DEVICE) * 0.05
+    value *= spread((groups, ROWS, columns), g)
     codes, scale = shifted(*quantize_kv_mxfp8(value.abs() if positive else value), shift)
     return codes.view(torch.float8_e4m3fn), pack_mn_major(scale)
 
 
 def spread(shape: tuple[int, ...], g: torch.Generator) -> torch.Tensor:
     """Powers of two, one for 32 columns."""
-    exponents = torch.randint(-4, 4, (*shape, COLUMNS // 32), generator=g, device=DEVICE)
+    blocks = (*shape[:-1], shape[-1] // 32)
+    exponents = torch.randint(-4, 4, blocks, generator=g, device=DEVICE)
     return torch.exp2(exponents.float()).repeat_interleave(32, -1)
 
 
@@ -82,15 +87,18 @@ def make_call(
     shift: int = 0,
     wide_out: bool = False,
 ) -> Call:
-    """Tokens 3.. of a longer step's buffer; everything outside is poison."""
+    """Tokens 3.. and as many columns as `w` has of a longer step's buffer; everything outside is
+    poison."""
     g = torch.Generator(DEVICE).manual_seed(seed)
-    value = torch.randn(tokens, groups, COLUMNS, generator=g, device=DEVICE)
-    value *= spread((tokens, groups), g)
+    columns = w[0].shape[-1]
+    value = torch.randn(tokens, groups, columns, generator=g, device=DEVICE)
+    value *= spread((tokens, groups, columns), g)
     codes, scale = shifted(*quantize_kv_mxfp8(value.abs() if positive else value), shift)
     step = alloc_mega_attn_output(tokens + 7, GROUPS, DEVICE)
     step.data.view(torch.uint8).fill_(POISON_CODE)
     step.scale.fill_(POISON_SCALE)
-    data, words = step.data[3 : 3 + tokens, :groups], step.scale[3 : 3 + tokens, :groups]
+    data = step.data[3 : 3 + tokens, :groups, :columns]
+    words = step.scale[3 : 3 + tokens, :groups, : columns // 128]
     data.copy_(codes.view(torch.float8_e4m3fn))
     words.copy_(scale.view(torch.int32))
     width = 2 * ROWS if wide_out else ROWS
@@ -126,15 +134,15 @@ def dense(pair: Pair) -> torch.Tensor:
 
 
 def excess(call: Call, tokens: slice = slice(None)) -> float:
-    """The worst error over the einsum's bound, gamma(4096) of the sum of magnitudes."""
-    worst = 0.0
+    """The worst error over the einsum's bound, gamma(columns) of the sum of magnitudes."""
+    worst, columns = 0.0, call.x[0].shape[-1]
     for group in range(call.out.shape[1]):
         x = dense((call.x[0][tokens, group], call.x[1][tokens, group])).double()
         w = dense((call.w[0][group], call.w[1][group])).double()
         got = call.out[tokens, group].double()
         half_step = torch.exp2(torch.frexp(got).exponent.double() - 9)
         off = ((got - x @ w.T).abs() - half_step).clamp_min(0)
-        ratio = off / (gamma(COLUMNS) * (x.abs() @ w.abs().T)).clamp_min(1e-300)
+        ratio = off / (gamma(columns) * (x.abs() @ w.abs().T)).clamp_min(1e-300)
         worst = max(worst, float(ratio.nan_to_num(nan=torch.inf).max()) if ratio.numel() else 0.0)
     return worst
 
@@ -226,9 +234,17 @@ def check() -> bool:
             good &= compare(f"{tokens} tokens, weight x 2^{shift}", call, backend)
     for tokens, groups in ((11, 8), (77, 8), (128, 8), (16, 1), (100, 1), (30, 2), (200, 8)):
         part = (w[0][:groups], w[1][:groups])
-        for name, x_edit, w_edit in FAR_SCALES:
+        for name, x_edit, w_edit in far_scales(COLUMNS // 32):
             call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)
             good &= compare(f"{tokens} tokens, {groups} groups, {name}", call, Sm90Backend())
+    for words in UNEVEN_WORDS:
+        narrow = make_weight(GROUPS, words, columns=128 * words)
+        for tokens, groups in ((12, 8), (97, 8), (100, 1)):
+            part = (narrow[0][:groups], narrow[1][:groups])
+            for name, x_edit, w_edit in far_scales(4 * words):
+                call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)
+                label = f"{tokens} tokens, {groups} groups, {words} words, {name}"
+                good &= compare(label, call, Sm90Backend())
     same_sign = make_weight(GROUPS, 2, positive=True)
     backend = prepared(same_sign)
     for tokens in (2, 64, 129, 512):
