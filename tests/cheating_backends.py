@@ -64,6 +64,23 @@ class Remembers(TorchBackend):
         return made.clone()
 
 
+class LooksAtTheEnd(Forever):
+    """Knows its inputs by the last number of every row."""
+
+    def key(self, x: torch.Tensor, w: torch.Tensor) -> object:
+        return w.data_ptr(), tuple(x[:, -1].tolist())
+
+
+class HonestOnceWatched(Forever):
+    """Keeps its answer until the input is written to, and computes from then on."""
+
+    def linear(self, x: torch.Tensor, w: torch.Tensor, sw: torch.Tensor) -> torch.Tensor:
+        first = self.kept.setdefault((w.data_ptr(), "written"), torch.tensor(x._version))
+        if int(first) != x._version:
+            return TorchBackend.linear(self, x, w, sw)
+        return super().linear(x, w, sw)
+
+
 class UnlessPoisoned(TorchBackend):
     """Looks at the buffer of wo_a, and computes where it finds something to hide."""
 

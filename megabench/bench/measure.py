@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -191,7 +192,9 @@ def _row(
         return Measurement.model_validate(common | _NO_SAMPLES | {"note": note})
     summary = summarise(values, bench.seed)
     placed = place(work, summary.median, column, bench.ceilings, bench.l2_bytes)
-    stale = stale or recheck(ready.copies[0], timer, expected, summary.median)
+    slowed = ""
+    if stale is None:
+        stale, slowed = recheck(ready.copies, timer, expected, median(outcome.values or values))
     wrong = stale or turn_problem(timer.counts) or _too_few(watch, len(values)) or watch.problem
     checked = None
     if bench.spans is not None and isinstance(timer, EventTimer):
@@ -199,7 +202,7 @@ def _row(
     return Measurement.model_validate(
         common
         | {
-            "note": "; ".join(filter(None, (note, placed.note))),
+            "note": "; ".join(filter(None, (note, placed.note, slowed))),
             "median_us": summary.median,
             "mad_us": summary.mad,
             "q1_us": summary.q1,

@@ -1,10 +1,11 @@
 """Outputs are compared after timing: a number stands only for work that was done.
 
 Before each check the outputs are poisoned. Two checks: the last sample of every copy leaves bit for
-bit what an untimed run wrote; and with the sign of an input flipped the timed form writes what an
-eager run of the flipped input writes, and something new where the op must. The second catches an
-output that is kept, not computed. It is timed, too, before any other run has seen that input: an op
-that computes only what it does not find done already takes longer then than its samples say.
+bit what an untimed run wrote; and with the sign of an input flipped a copy that is drawn writes, as
+it is timed, what an eager run of the flipped input writes, and something new where the op must. The
+second catches an output that is kept, not computed, or computed by another copy. It is timed, too,
+and compared with samples that found their outputs as they were: an op that computes only what it
+does not find done already takes longer then.
 
 An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
 stopped: work on a stream that the clock does not wait for is missing from them. A graph has none,
@@ -15,6 +16,7 @@ poison is laid over its outputs, and nobody may write there until the device is 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -26,6 +28,8 @@ import torch
 from megabench.bench.ops import Target, bits_of, flip_, poison_, poison_word
 from megabench.bench.timers import HostTimer, Run, Timer
 
+KEPT = "outputs do not change with a changed input"
+DEAF = "the timed form does not follow a changed input"
 DIFFERENT = "outputs after timing differ from the untimed run's"
 FLIP_LIMIT_US = 50_000.0
 """Ops slower than this are not run again for the changed-input check (eager CPU steps)."""
@@ -34,6 +38,8 @@ SKIPPED_FACTOR, SKIPPED_US = 2.0, 10.0
 TRIES = 6
 """Changed inputs that must all take longer than the median of samples taken between them: noise
 hits both, and not always."""
+BUSY_FACTOR = 4.0
+"""What a busy machine may have slowed samples by since they were taken: more of it excuses none."""
 
 
 @dataclass
@@ -56,15 +62,57 @@ class Expected:
 
     def __init__(self, copy: Copy, timer: Timer | None = None) -> None:
         """`timer` times the copy's own run, where that is one of those ways."""
-        self._copy = copy
         self.timer = timer or HostTimer([copy.run], "untimed", _wait)
+        self._form = _Form(copy, self.timer)
         with _poisoned(copy, []):
             self.plain = _cloned(_bits(copy, self.timer.replay(0)))
 
     @cached_property
     def changed(self) -> tuple[list[torch.Tensor], float]:
         """Outputs' bits with the sign flipped, and the run's microseconds."""
-        return _changed(self._copy, self.timer)
+        return self._form.changed()
+
+    def tried(self, halvings: int) -> list[torch.Tensor]:
+        """Outputs' bits with the sign of a part flipped."""
+        return self._form.changed(halvings)[0]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """A copy in the way it is timed."""
+
+    copy: Copy
+    timer: Timer
+    index: int = 0
+    """Of the copy in its timer."""
+
+    def changed(self, halvings: int = 0) -> tuple[list[torch.Tensor], float]:
+        """Outputs' bits and microseconds of a timed replay that finds its input changed and nothing
+        of its outputs."""
+        returned = self.timer.returned(self.index) or []
+        with _flipped(self.copy.flippable, halvings), _poisoned(self.copy, returned):
+            fresh, microseconds = self.timer.timed_replay(self.index)
+            return _cloned(_bits(self.copy, fresh)), microseconds()
+
+    def again(self) -> float:
+        """Microseconds of a sample now, when its machine may be busier than it was: the second of
+        two, which finds what the first has left."""
+        return [self.timer.timed_replay(self.index)[1]() for _ in range(2)][-1]
+
+    def written_late(self) -> bool:
+        """Whether outputs are written after a replay has ended for its clock: poison laid over them
+        there must last until the device is idle.
+
+        Twice, for the first time loads the kernels that poison, and a load may wait for the device.
+        """
+        return any([self._overwritten() for _ in range(2)])
+
+    def _overwritten(self) -> bool:
+        fresh = self.timer.replay(self.index)
+        with _poisoned(self.copy, fresh):
+            _wait()
+            laid = _bits(self.copy, _outputs(self.copy, fresh))
+            return any(bool((bits != poison_word(bits)).any()) for bits in laid)
 
 
 @contextmanager
@@ -108,22 +156,6 @@ def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t for t in tensors if t.untyped_storage().data_ptr() not in copy.inputs]
 
 
-def _written_late(copy: Copy, timer: Timer) -> bool:
-    """Whether outputs are written after a replay has ended for its clock: poison laid over them
-    there must last until the device is idle.
-
-    Twice, for the first time loads the kernels that poison, and a load may wait for the device.
-    """
-    return any([_overwritten(copy, timer.replay(0)) for _ in range(2)])
-
-
-def _overwritten(copy: Copy, fresh: list[torch.Tensor]) -> bool:
-    with _poisoned(copy, fresh):
-        _wait()
-        laid = _bits(copy, _outputs(copy, fresh))
-        return any(bool((bits != poison_word(bits)).any()) for bits in laid)
-
-
 def _wait() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
@@ -140,14 +172,6 @@ def _differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tens
         return torch.tensor(True, device=second[0].device if second else None)
     found = [(one != other).any() for one, other in zip(first, second, strict=True)]
     return torch.stack(found).any() if found else torch.tensor(False)
-
-
-def _changed(copy: Copy, timer: Timer, halvings: int = 0) -> tuple[list[torch.Tensor], float]:
-    """Outputs' bits and microseconds of a timed replay that finds its input changed and nothing of
-    its outputs."""
-    with _flipped(copy.flippable, halvings), _poisoned(copy, timer.returned(0) or []):
-        fresh, microseconds = timer.timed_replay(0)
-        return _cloned(_bits(copy, fresh)), microseconds()
 
 
 def last_round(
@@ -186,61 +210,93 @@ def _in_one_go(
 def _one_by_one(
     copies: list[Copy], timer: Timer, plain: list[torch.Tensor]
 ) -> tuple[list[float], list[torch.Tensor]]:
-    """Of launches that return new tensors, each looked at before the next."""
-    taken, found = [], []
-    for index, copy in enumerate(copies):
-        with _poisoned(copy, []):
+    """Of launches that return new tensors, each looked at before the next; in rotation, too."""
+    taken: list[float] = []
+    found: dict[int, torch.Tensor] = {}
+    for index in [*range(timer.turn, len(copies)), *range(timer.turn)]:
+        with _poisoned(copies[index], []):
             fresh, microseconds = timer.timed_replay(index)
-            found.append(_differ(_bits(copy, fresh), plain))
+            found[index] = _differ(_bits(copies[index], fresh), plain)
             taken.append(microseconds())
-    return taken, found
+        timer.counts[index] += 1
+    return taken, [found[index] for index in range(len(copies))]
 
 
-def recheck(copy: Copy, timer: Timer, expected: Expected, median_us: float) -> str | None:
-    """None when the first copy of `timer` does its work as its samples did, else what is wrong. It
-    stands for all in what takes longer: late writes and a changed input, which must not take much
-    more than the samples' `median_us`."""
-    wrong = None
+def recheck(
+    copies: list[Copy], timer: Timer, expected: Expected, median_us: float
+) -> tuple[str | None, str]:
+    """What is wrong with the way a copy of `timer` does its work, None when it does it as in
+    samples of `median_us` that nobody poisoned; and a note. One copy stands for all in what takes
+    longer: late writes and a changed input, which must not take much more than the samples. It is
+    drawn, so that none can leave its work to another."""
+    index = secrets.randbelow(len(copies))
+    form, wrong, note = _Form(copies[index], timer, index), None, ""
     if median_us <= FLIP_LIMIT_US:
-        wrong = _unchanged(copy, timer, expected, median_us)
-    launched = timer.returned(0) is None and not isinstance(timer, HostTimer)
-    if wrong is None and launched and _written_late(copy, timer):
-        return "outputs are still written when the clock has stopped"
-    return wrong
+        wrong, note = _unchanged(form, expected, median_us)
+    launched = timer.returned(index) is None and not isinstance(timer, HostTimer)
+    if wrong is None and launched and form.written_late():
+        wrong = "outputs are still written when the clock has stopped"
+    return (f"copy {index}: {wrong}" if wrong and len(copies) > 1 else wrong), note
 
 
-def _unchanged(copy: Copy, timer: Timer, expected: Expected, median_us: float) -> str | None:
-    """What is wrong when the timed form finds its input changed and its outputs gone."""
-    seen, changed_us = expected.changed if timer is expected.timer else _changed(copy, timer)
+def _unchanged(form: _Form, expected: Expected, median_us: float) -> tuple[str | None, str]:
+    """What is wrong when the timed form finds its input changed and its outputs gone; a note."""
+    copy = form.copy
+    seen, changed_us = expected.changed if form.timer is expected.timer else form.changed()
     if copy.flippable is None:
         if not same(seen, expected.plain):
-            return DIFFERENT
+            return DIFFERENT, ""
     elif not same(seen, expected.changed[0]):
-        return "the timed form does not follow a changed input"
+        return DEAF, ""
     elif copy.sensitive and same(seen, expected.plain):
-        return "outputs do not change with a changed input"
-    return _found_done(copy, timer, changed_us, median_us) if _slow(changed_us, median_us) else None
+        return KEPT, ""
+    return _found_done(form, expected, changed_us, median_us)
 
 
-def _found_done(copy: Copy, timer: Timer, changed_us: float, median_us: float) -> str | None:
-    """What is wrong when changed inputs, one after another, take longer than the samples did."""
+def _found_done(
+    form: _Form, expected: Expected, changed_us: float, median_us: float
+) -> tuple[str | None, str]:
+    """What is wrong when changed inputs, one after another, take longer than the samples did; a
+    note when samples do, too, by now."""
+    if not _slow(changed_us, median_us):
+        return None, ""
     again: list[float] = []
     for halvings in range(1, TRIES):
-        changed_us = min(changed_us, _changed(copy, timer, halvings)[1])
-        if not _slow(changed_us, median_us):
-            return None
-        again.append(_again(timer))
-    if not _slow(changed_us, max(median_us, median(again))):
-        return None
-    times = f"{changed_us:.1f} us, not {median_us:.1f}"
-    return f"with a changed input it takes {times}: the samples found their work done"
+        seen, taken = form.changed(halvings)
+        if not _slow(taken, median_us):
+            return _unfollowed(form.copy, seen, expected, halvings), ""
+        changed_us = min(changed_us, taken)
+        again.append(form.again())
+    return _too_slow(changed_us, median_us, median(again))
+
+
+def _too_slow(changed_us: float, median_us: float, again_us: float) -> tuple[str | None, str]:
+    """A busy machine slows samples as well, but not without end."""
+    if _slow(changed_us, max(median_us, min(again_us, BUSY_FACTOR * median_us))):
+        times = f"{changed_us:.1f} us, not {median_us:.1f}"
+        return f"with a changed input it takes {times}: the samples found their work done", ""
+    return None, f"when checked, samples took {again_us:.1f} us, not {median_us:.1f}"
+
+
+def _unfollowed(
+    copy: Copy, seen: list[torch.Tensor], expected: Expected, halvings: int
+) -> str | None:
+    """What is wrong with outputs that came as fast as the samples' for a part flipped: that they
+    are old or missing, when a run on all of it flipped was slow."""
+    both = zip(seen, expected.plain, strict=True)
+    missing = any(_all_poison(bits) and not same([bits], [plain]) for bits, plain in both)
+    if missing or not same(seen, expected.tried(halvings)):
+        return DEAF
+    # A part of a page table may name no page that is read.
+    follows = copy.sensitive and copy.flippable is not None and copy.flippable.is_floating_point()
+    if follows and any(same(seen, old) for old in (expected.plain, expected.changed[0])):
+        return KEPT
+    return None
+
+
+def _all_poison(bits: torch.Tensor) -> bool:
+    return bool((bits == poison_word(bits)).all())
 
 
 def _slow(changed_us: float, sample_us: float) -> bool:
     return changed_us > SKIPPED_FACTOR * sample_us + SKIPPED_US
-
-
-def _again(timer: Timer) -> float:
-    """Microseconds of a sample now, when its machine may be busier than it was: the second of two,
-    which finds what the first has left."""
-    return [timer.timed_replay(0)[1]() for _ in range(2)][-1]

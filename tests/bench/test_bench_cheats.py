@@ -49,6 +49,8 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         ("FirstOnly", "wo_a", DEAF),
         ("Remembers", "wq_b", DONE),
         ("Remembers", "wo_b", DONE),
+        ("LooksAtTheEnd", "wq_b", DEAF),
+        ("HonestOnceWatched", "wq_b", DONE),
         ("UnlessPoisoned", "wo_a", DONE),
         ("KeptSlots", "global_topk", DEAF),
         ("MoreThreads", "wo_a", "it set torch's threads to"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megabench.bench.ops import Target, flip_
-from megabench.bench.recheck import Copy, Expected, last_round, recheck, same
+from megabench.bench.recheck import DEAF, KEPT, Copy, Expected, last_round, recheck, same
 from megabench.bench.timers import HostTimer, Timer
 
 Run = Callable[[], list[torch.Tensor]]
@@ -26,7 +26,8 @@ def double(x: torch.Tensor, out: torch.Tensor) -> Run:
 
 def judge(copies: list[Copy], timer: Timer, expected: Expected) -> str | None:
     """What is found wrong after timing."""
-    return last_round(copies, timer, expected)[1] or recheck(copies[0], timer, expected, MEDIAN_US)
+    wrong = last_round(copies, timer, expected)[1]
+    return wrong or recheck(copies, timer, expected, MEDIAN_US)[0]
 
 
 class Replay:
@@ -163,26 +164,51 @@ def test_an_output_that_is_right_and_written_again_before_the_device_is_idle_is_
 
 
 @pytest.mark.parametrize(
-    ("plain_us", "changed_us", "caught"),
-    [(9.0, 25.0, False), (9.0, 90.0, True), (70.0, 90.0, False)],
-    ids=["as fast as ever", "done before", "on a machine that is busy now"],
+    ("again_us", "changed_us", "wrong", "note"),
+    [
+        (9.0, 25.0, None, ""),
+        (9.0, 90.0, "with a changed input it takes 90.0 us, not 9.0", ""),
+        (30.0, 70.0, None, "when checked, samples took 30.0 us, not 9.0"),
+        (90.0, 90.0, "with a changed input it takes 90.0 us, not 9.0", ""),
+    ],
+    ids=["as fast as ever", "done before", "on a machine that is busy now", "honest when watched"],
 )
 def test_a_changed_input_may_take_no_longer_than_samples_do_now(
-    plain_us: float, changed_us: float, caught: bool
+    again_us: float, changed_us: float, wrong: str | None, note: str
 ) -> None:
     x, _, copy, expected = case()
     plain = x.clone()
 
     class Clocked(Replay):
         def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
-            taken = plain_us if torch.equal(x, plain) else changed_us
+            taken = again_us if torch.equal(x, plain) else changed_us
             return self._run(), lambda: taken
 
-    wrong = recheck(copy, Clocked(copy.run), expected, 9.0)
-    assert (wrong is not None) == caught
-    assert not caught or wrong == (
-        "with a changed input it takes 90.0 us, not 9.0: the samples found their work done"
-    )
+    found = "" if wrong is None else f"{wrong}: the samples found their work done"
+    assert recheck([copy], Clocked(copy.run), expected, 9.0) == (found or None, note)
+
+
+@pytest.mark.parametrize("known", ["plain", "changed", "nothing"])
+def test_a_changed_input_that_is_fast_at_last_is_followed_as_well(known: str) -> None:
+    """Slow and right with the whole input changed, then quick with what is known already."""
+    x, out, _, _ = case()
+    answers = {"plain": (x * 2.0).clone(), "changed": (x * -2.0).clone()}
+
+    def run() -> list[torch.Tensor]:
+        partly = x[0] < 0 < x[-1]
+        if not partly or known != "nothing":
+            out.copy_(answers[known] if partly else x * 2.0)
+        return []
+
+    class Clocked(Replay):
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            taken = 90.0 if x[-1] < 0 else 9.0
+            return self._run(), lambda: taken
+
+    copy = Copy(run, [Target(out)], flippable=x, sensitive=True)
+    wrong, _ = recheck([copy], Clocked(run), Expected(copy), 9.0)
+    told = DEAF if known == "nothing" else KEPT
+    assert wrong == told
 
 
 def test_tries_end_with_the_first_that_takes_no_longer() -> None:
@@ -194,7 +220,7 @@ def test_tries_end_with_the_first_that_takes_no_longer() -> None:
         def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
             return self._run(), lambda: next(taken)
 
-    assert recheck(copy, Clocked(copy.run), expected, 9.0) is None
+    assert recheck([copy], Clocked(copy.run), expected, 9.0) == (None, "")
     assert list(taken) == []
 
 
@@ -220,10 +246,53 @@ def test_the_last_sample_of_every_graph_of_a_rotation_is_looked_at(turn: int) ->
         assert wrong == f"copy {idle}: outputs after timing differ from the untimed run's"
 
 
+def test_a_graph_that_leaves_its_work_to_another_is_caught_when_it_is_drawn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = torch.arange(1.0, 9.0)
+    copies = [Copy(lambda: [x * 3.0], flippable=x) for _ in range(3)]
+
+    class Shared(Rotation):
+        def replay(self, copy: int) -> list[torch.Tensor]:
+            if copy != 1:
+                for out in self.outs[copy:]:
+                    torch.mul(self.x, 3.0, out=out)
+            return [self.outs[copy]]
+
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            return self.replay(copy), lambda: 1.0
+
+    timer, expected = Shared(x, 3), Expected(copies[0])
+    assert last_round(copies, timer, expected)[1] is None
+    found = []
+    for drawn in range(3):
+        monkeypatch.setattr("secrets.randbelow", lambda _, drawn=drawn: drawn)
+        found.append(recheck(copies, timer, expected, MEDIAN_US)[0])
+    assert found == [None, f"copy 1: {DEAF}", None]
+
+
+@pytest.mark.parametrize("turn", [0, 2])
+def test_the_last_samples_of_launches_are_taken_in_turn(turn: int) -> None:
+    _, _, copy, expected = case()
+    ran: list[int] = []
+
+    class Turns(Replay):
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            ran.append(copy)
+            return self._run(), lambda: float(copy)
+
+    timer = Turns(copy.run)
+    timer.counts, timer.turn = [0] * 3, turn
+    taken, _ = last_round([copy] * 3, timer, expected)
+    assert ran == taken == [(turn + i) % 3 for i in range(3)]
+    assert timer.counts == [1] * 3
+
+
 def test_the_last_sample_of_a_launch_is_a_sample_and_finds_no_earlier_output() -> None:
     _, _, copy, expected = case()
-    taken, wrong = last_round([copy] * 2, Replay(copy.run), expected)
-    assert (taken, wrong) == ([1.0, 1.0], None)
+    timer = Replay(copy.run)
+    assert last_round([copy], timer, expected) == ([1.0], None)
+    assert timer.counts == [1]
     kept = copy.run()
     _, wrong = last_round([copy], Replay(lambda: kept), expected)
     assert wrong == "outputs after timing differ from the untimed run's"

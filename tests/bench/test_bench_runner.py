@@ -137,6 +137,25 @@ def test_the_last_sample_whose_outputs_are_looked_at_counts_as_the_others_do(
     assert {m.n for m in row.measurements} == {4 + 1}
 
 
+def test_checks_compare_with_the_samples_that_found_their_outputs_as_they_were(
+    start: Callable[..., BenchRun], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Poisoned samples may be most of them, and honest where the others are not."""
+    told: list[float] = []
+
+    def check(*arguments: Any) -> tuple[None, str]:
+        told.append(arguments[-1])
+        return None, "when checked, it was slower"
+
+    monkeypatch.setattr("megabench.bench.measure.last_round", lambda *_: ([1e9] * 99, None))
+    monkeypatch.setattr("megabench.bench.measure.recheck", check)
+    (row,) = start().run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    assert {m.median_us for m in row.measurements} == {1e9}
+    assert len(told) == len(row.measurements)
+    assert max(told) < 1e9
+    assert all(m.note.endswith("when checked, it was slower") for m in row.measurements)
+
+
 def test_what_a_backend_says_of_its_attention_times_stands_with_them(
     start: Callable[..., BenchRun], model: str
 ) -> None:

@@ -41,7 +41,8 @@ def spin(cycles: int) -> Run:
 
 def judge(copy: Copy, timer: Timer, expected: Expected) -> str | None:
     """What is found wrong after timing."""
-    return last_round([copy], timer, expected)[1] or recheck(copy, timer, expected, MEDIAN_US)
+    wrong = last_round([copy], timer, expected)[1]
+    return wrong or recheck([copy], timer, expected, MEDIAN_US)[0]
 
 
 def median(timer: object, n: int = 20) -> float:
