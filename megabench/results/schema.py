@@ -7,9 +7,11 @@ read back as floats: every line is strict JSON.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import math
+from statistics import median
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 SCHEMA_VERSION = 1
 """Raised when a field changes meaning; new optional fields leave it alone."""
@@ -195,6 +197,22 @@ class Measurement(_Model):
     telemetry: Telemetry | None = None
     cross_check: CrossCheck | None = None
     """Where asked for, on rows that replay a graph."""
+
+    @model_validator(mode="after")
+    def _told_by_samples(self) -> Self:
+        """What is judged must follow from what was measured: a row that was edited, or merged from
+        two, would else be reported by one and defended by the other."""
+        if self.n != len(self.samples_us):
+            raise ValueError(
+                f"{self.op} ({self.column}): n is {self.n}, of another count of samples"
+            )
+        told = median(self.samples_us) if self.samples_us else self.median_us
+        if math.isfinite(told) and not math.isclose(told, self.median_us, rel_tol=1e-9):
+            raise ValueError(
+                f"{self.op} ({self.column}): median_us is {self.median_us:g}, "
+                f"but the samples' is {told:g}"
+            )
+        return self
 
     @property
     def complaint(self) -> str | None:

@@ -116,6 +116,41 @@ def test_an_unknown_field_is_refused() -> None:
         case_row(surprise=1)
 
 
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"samples_us": [10.5, 11.0, 11.5]}, "step (cpu): median_us is 10, but the samples' is 11"),
+        ({"median_us": 10.001}, "step (cpu): median_us is 10.001, but the samples' is 10"),
+        ({"n": 4}, "step (cpu): n is 4, of another count of samples"),
+    ],
+)
+def test_a_median_that_its_samples_do_not_give_is_an_error_naming_the_line(
+    change: dict[str, object], complaint: str, tmp_path: Path
+) -> None:
+    timed = {
+        "op": "step",
+        "column": "cpu",
+        "method": "perf_counter_ns",
+        "samples_us": [9.5, 10.0, 10.5],
+        "n": 3,
+        "median_us": 10.0,
+        "mad_us": 0.5,
+        "q1_us": 9.75,
+        "q3_us": 10.25,
+        "min_us": 9.5,
+        "ci_us": {"low": 9.5, "high": 10.5},
+        "stop_reason": "target",
+    }
+    row = json.loads(case_row().model_dump_json())
+    path = tmp_path / "results.jsonl"
+    path.write_text(json.dumps(row | {"measurements": [timed]}) + "\n")
+    assert read_run(path).cases[0].measurements[0].median_us == 10.0
+    path.write_text(json.dumps(row | {"measurements": [timed | change]}) + "\n")
+    with pytest.raises(StoreError, match=r"results\.jsonl:1: ") as found:
+        read_run(path)
+    assert complaint in str(found.value)
+
+
 def test_the_environment_names_the_processor_and_the_libraries() -> None:
     environment = capture_environment("cpu")
     assert environment.device == "cpu"
