@@ -20,7 +20,7 @@ from megabench.cli_evidence import profile, repro
 from megabench.cli_faults import faults
 from megabench.cli_gate import baseline, bench_processes, gate, gated_bench_options
 from megabench.cli_list import list_command
-from megabench.cli_options import continued, run_options, suite_at
+from megabench.cli_options import backend_names, continued, run_options, suite_at
 from megabench.version import __version__
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def bench(
     Ends with the path of an HTML report."""
     from megabench.session import bench_cases
 
+    if policy is not None and baseline is None:
+        raise click.UsageError("--policy is how --gate judges; give --gate BASELINE with it")
     if options["resume"] is not None:
         if processes is not None or baseline is not None:
             raise click.UsageError("--resume continues one process; not with --processes or --gate")
@@ -158,7 +160,7 @@ def _request(
         raise click.UsageError("--jobs needs worker processes; not with --no-isolate")
     loaded = suite_at(suite or default_suite or suite_for(where), seed)
     cases = loaded.select(*patterns)
-    names = [name.strip() for name in backends.split(",")]
+    names = backend_names(backends)
     found = resolve_backends(names, cases, where)
     if weights is not None:
         check_weights(weights, cases)

@@ -21,7 +21,7 @@ def list_command(
     if suite is None and not patterns and not as_json:
         for path in packaged_suites():
             loaded = load_suite(path)
-            click.echo(f"{loaded.name:10} {_budget(loaded, loaded.cases):40} {loaded.description}")
+            click.echo(f"{loaded.name:9}  {_budget(loaded, loaded.cases):33}  {loaded.description}")
         return
     for loaded, cases in _chosen(suite, patterns, seed):
         for case in cases:

@@ -83,6 +83,17 @@ def run_options(command: Command) -> Command:
     return case_options(command)
 
 
+def backend_names(text: str) -> list[str]:
+    """The names of --backend, each once there; UsageError where one is empty or repeated."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if not name:
+            raise click.UsageError(f"--backend {text!r}: a name is empty")
+        if names.count(name) > 1:
+            raise click.UsageError(f"--backend {text}: names {name} twice")
+    return names
+
+
 def suite_at(name: str, seed: int | None) -> Suite:
     """The suite, `seed` put in place of its cases' own."""
     suite = load_suite(name)

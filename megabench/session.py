@@ -89,13 +89,15 @@ def _opened(request: Request) -> Iterator[_Session]:
             session.has_ceilings = earlier.ceilings is not None
             for row in earlier.cases:
                 watch.count(row)
-            say(f"{len(earlier.cases)} rows are there, {sum(len(j.keys) for j in left)} to go")
+            to_go = sum(len(job.keys) for job in left)
+            say(f"rows there: {len(earlier.cases)}, to go: {to_go}")
         try:
             with watch, _terminable():
                 yield session
         except KeyboardInterrupt:
             code = INTERRUPTED
-            say("interrupted; the rows so far are kept")
+            resume = f"megabench {request.command} --resume {folder.path}"
+            say(f"interrupted; the rows so far are kept, {resume} makes the rest")
         code = code or int(watch.counts["failed"] + watch.counts["error"] > 0)
         folder.append(
             RunEnd(

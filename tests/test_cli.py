@@ -94,6 +94,7 @@ def test_list_without_a_file_names_the_packaged_ones(call: Call) -> None:
     assert [line.split()[0] for line in out.splitlines()] == [
         p.stem for p in sorted((ROOT / "cases").glob("*.yaml"))
     ]
+    assert max(len(line) for line in out.splitlines()) <= 100  # columns of a terminal
 
 
 def test_a_glob_without_a_file_lists_the_matches_of_every_packaged_file(call: Call) -> None:
@@ -141,7 +142,11 @@ def test_a_seed_takes_the_place_of_the_files_own(call: Call) -> None:
         (["validate", "--cases", "smoke", "--seed", "-1"], "--seed"),
         (["bench", "--cases", "gone.yaml"], "gone.yaml"),
         (["bench", "--bogus"], "--bogus"),
-        (["report", "nowhere"], "nowhere"),
+        (["bench", "--cases", "smoke", "--backend", "torch,"], "'torch,': a name is empty"),
+        (["bench", "--cases", "smoke", "--backend", "torch,torch"], "names torch twice"),
+        (["bench", "--cases", "smoke", "--policy", "gate.yaml"], "give --gate BASELINE with it"),
+        (["report", "nowhere"], "nowhere: holds no run"),
+        (["report", "."], ".: holds no run"),
     ],
 )
 def test_a_bad_request_is_one_line_exit_2_and_nothing_written(
@@ -225,8 +230,9 @@ def test_an_interrupted_run_keeps_what_is_done_and_says_so(call: Call, tmp_path:
         call, tmp_path, "--case", "r2-fp8-tp8*", "--backend", "user_kernels:Interrupted"
     )
     assert code == 130
-    assert "interrupted" in err
-    end = read_run(Path(out.strip()).parent).end
+    folder = Path(out.strip()).parent
+    assert f"interrupted; the rows so far are kept, megabench validate --resume {folder} " in err
+    end = read_run(folder).end
     assert end is not None
     assert end.exit_code == 130
 

@@ -25,7 +25,7 @@ def build(path: str | Path) -> Path:
     """
     where = Path(path)
     folder = where.parent if where.is_file() else where
-    alone = (folder / RESULTS).is_file() or not any(folder.glob(f"*/{RESULTS}"))
+    alone = (folder / RESULTS).is_file()
     runs = [read_run(folder)] if alone else read_processes(folder)
     run, verdicts = pooled(runs), read_verdicts(folder)
     rows = rows_of(runs, read_rerun(folder))
