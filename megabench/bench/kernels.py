@@ -14,8 +14,8 @@ KERNEL_NODE, CHILD_NODE = 0, 4
 
 
 def kernels_of(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernel nodes of a graph captured with `keep_graph`, those of its child graphs included.
-    RuntimeError when the driver refuses."""
+    """Kernel nodes of a graph captured with `keep_graph`, those of its child graphs included
+    and those behind a condition left out. RuntimeError when the driver refuses."""
     return _kernel_nodes(graph.raw_cuda_graph())
 
 

@@ -201,14 +201,9 @@ def _row(
         checked = bench.spans.check(timer, summary.median)
     return Measurement.model_validate(
         common
+        | summary.fields()
         | {
             "note": "; ".join(filter(None, (note, placed.note, slowed))),
-            "median_us": summary.median,
-            "mad_us": summary.mad,
-            "q1_us": summary.q1,
-            "q3_us": summary.q3,
-            "min_us": summary.minimum,
-            "ci_us": summary.ci,
             "rechecked": stale is None,
             "flops_per_s": work.flops / summary.median * 1e6,
             "bytes_per_s": work.bytes_compulsory / summary.median * 1e6,

@@ -3,9 +3,8 @@
 Before each check the outputs are poisoned. Two checks: the last sample of every copy leaves bit for
 bit what an untimed run wrote; and with the sign of an input flipped a copy that is drawn writes, as
 it is timed, what an eager run of the flipped input writes, and something new where the op must. The
-second catches an output that is kept, not computed, or computed by another copy. It is timed, too,
-and compared with samples that found their outputs as they were: an op that computes only what it
-does not find done already takes longer then.
+second catches an output that is kept, or left to another copy. It is timed, too, and compared with
+samples that nobody poisoned: an op that computes only what it does not find done takes longer then.
 
 An untimed run's outputs are read when the device is idle, a timed one's as soon as the clock has
 stopped: work on a stream that the clock does not wait for is missing from them. A graph has none,
@@ -284,18 +283,14 @@ def _unfollowed(
     """What is wrong with outputs that came as fast as the samples' for a part flipped: that they
     are old or missing, when a run on all of it flipped was slow."""
     both = zip(seen, expected.plain, strict=True)
-    missing = any(_all_poison(bits) and not same([bits], [plain]) for bits, plain in both)
-    if missing or not same(seen, expected.tried(halvings)):
+    missing = [bool((b == poison_word(b)).all()) and not same([b], [plain]) for b, plain in both]
+    if any(missing) or not same(seen, expected.tried(halvings)):
         return DEAF
     # A part of a page table may name no page that is read.
     follows = copy.sensitive and copy.flippable is not None and copy.flippable.is_floating_point()
     if follows and any(same(seen, old) for old in (expected.plain, expected.changed[0])):
         return KEPT
     return None
-
-
-def _all_poison(bits: torch.Tensor) -> bool:
-    return bool((bits == poison_word(bits)).all())
 
 
 def _slow(changed_us: float, sample_us: float) -> bool:

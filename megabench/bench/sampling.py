@@ -185,6 +185,17 @@ class Summary:
     minimum: float
     ci: Interval
 
+    def fields(self) -> dict[str, object]:
+        """Under the names that a row gives them, of samples in microseconds."""
+        return {
+            "median_us": self.median,
+            "mad_us": self.mad,
+            "q1_us": self.q1,
+            "q3_us": self.q3,
+            "min_us": self.minimum,
+            "ci_us": self.ci,
+        }
+
 
 def summarise(values: list[float], seed: int = 0) -> Summary:
     """Median, MAD, quartiles and a bootstrap interval of the median; ValueError without samples."""

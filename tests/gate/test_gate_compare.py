@@ -331,12 +331,16 @@ def test_a_run_that_validated_nothing_cannot_pass_for_a_correct_one() -> None:
     assert ("MISSING", "not-validated") in codes(result)
 
 
-def test_one_kernel_more_a_step_is_slower() -> None:
-    def counted(kernels: int | None) -> list[Run]:
-        eager = measurement(90.0, column="eager", kernels=kernels)
-        return [run([row([measurement(us), eager])]) for us in BASE]
+@pytest.mark.parametrize("column", ["warm", "eager"])
+def test_one_kernel_more_a_step_is_slower_whatever_row_of_a_run_counts_them(column: str) -> None:
+    """Runs of earlier versions count them in the eager row."""
 
-    recorded = baseline_of(counted(7))
+    def counted(kernels: int | None, column: str = "warm") -> list[Run]:
+        times = {"cold": None, "warm": None, "eager": None} | {column: kernels}
+        rows = [measurement(90.0, column=name, kernels=n) for name, n in times.items()]
+        return [run([row(rows)]) for _ in BASE]
+
+    recorded = baseline_of(counted(7, column))
     assert only(compare(recorded, counted(7), POLICY), "kernels").decision.verdict == "SAME"
     more = compare(recorded, counted(8), POLICY)
     assert only(more, "kernels").decision.message == "7 -> 8 kernels"
