@@ -10,7 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from megabench.results import CaseResult
+from megabench.results import CaseResult, Comparison
+from megabench.results.names import STEP
 
 _STYLE = {
     "passed": "green",
@@ -66,6 +67,15 @@ class Watch:
         if row.status not in _QUIET or not console.is_terminal:
             text = f"[{_STYLE[row.status]}]{row.status:8}[/] {escape(_line(row))}"
             console.print(text, soft_wrap=True, highlight=False)
+
+    def compared(self, row: Comparison) -> None:
+        """Show a step's ratio between two backends, where right cases are shown."""
+        console = self._progress.console
+        if row.op == STEP and not console.is_terminal:
+            span = f"{row.ci.low:.3f} to {row.ci.high:.3f}, {row.pairs} pairs"
+            arms = f"{row.case_id} on {row.backend} / {row.baseline}"
+            text = f"ratio    {arms}: step {row.ratio:.3f} ({span}) {row.column}"
+            console.print(escape(text), soft_wrap=True, highlight=False)
 
     def summary(self) -> list[str]:
         """Counts by status, then each reason for skipping once."""

@@ -21,6 +21,7 @@ from megabench.isolate.tasks import run_inline
 from megabench.results import (
     CaseResult,
     Ceilings,
+    Comparison,
     RunEnd,
     RunFolder,
     capture_environment,
@@ -53,6 +54,8 @@ class _Session:
         self.folder.append(row)
         if isinstance(row, CaseResult):
             self.watch(row)
+        elif isinstance(row, Comparison):
+            self.watch.compared(row)
 
 
 @contextmanager
