@@ -163,7 +163,8 @@ def read_run(path: str | Path) -> Run:
                 break
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
-            raise StoreError(f"{file}:{number}: {where}: {first['msg']}") from error
+            what = first["msg"].removeprefix("Value error, ")
+            raise StoreError(f"{file}:{number}: {where}: {what}") from error
         _file_row(run, row)
     return run
 
