@@ -25,6 +25,7 @@ from statistics import median
 import torch
 
 from megabench.bench.ops import Target, bits_of, flip_, poison_, poison_word
+from megabench.bench.pace import HOST, judge, slow
 from megabench.bench.timers import HostTimer, Run, Timer
 
 KEPT = "outputs do not change with a changed input"
@@ -32,13 +33,9 @@ DEAF = "the timed form does not follow a changed input"
 DIFFERENT = "outputs after timing differ from the untimed run's"
 FLIP_LIMIT_US = 50_000.0
 """Ops slower than this are not run again for the changed-input check (eager CPU steps)."""
-SKIPPED_FACTOR, SKIPPED_US = 2.0, 10.0
-"""A run on a changed input takes no longer than the samples' median times and plus these."""
 TRIES = 6
 """Changed inputs that must all take longer than the median of samples taken between them: noise
 hits both, and not always."""
-BUSY_FACTOR = 4.0
-"""What a busy machine may have slowed samples by since they were taken: more of it excuses none."""
 
 
 @dataclass
@@ -65,6 +62,8 @@ class Expected:
         self._form = _Form(copy, self.timer)
         with _poisoned(copy, []):
             self.plain = _cloned(_bits(copy, self.timer.replay(0)))
+        for _ in range(2):
+            HOST.slowdown()
 
     @cached_property
     def changed(self) -> tuple[list[torch.Tensor], float]:
@@ -257,24 +256,18 @@ def _found_done(
 ) -> tuple[str | None, str]:
     """What is wrong when changed inputs, one after another, take longer than the samples did; a
     note when samples do, too, by now."""
-    if not _slow(changed_us, median_us):
+    if not slow(changed_us, median_us):
         return None, ""
     again: list[float] = []
+    host: list[float] = []
     for halvings in range(1, TRIES):
         seen, taken = form.changed(halvings)
-        if not _slow(taken, median_us):
+        if not slow(taken, median_us):
             return _unfollowed(form.copy, seen, expected, halvings), ""
         changed_us = min(changed_us, taken)
         again.append(form.again())
-    return _too_slow(changed_us, median_us, median(again))
-
-
-def _too_slow(changed_us: float, median_us: float, again_us: float) -> tuple[str | None, str]:
-    """A busy machine slows samples as well, but not without end."""
-    if _slow(changed_us, max(median_us, min(again_us, BUSY_FACTOR * median_us))):
-        times = f"{changed_us:.1f} us, not {median_us:.1f}"
-        return f"with a changed input it takes {times}: the samples found their work done", ""
-    return None, f"when checked, samples took {again_us:.1f} us, not {median_us:.1f}"
+        host.append(HOST.slowdown())
+    return judge(changed_us, median_us, median(again), max(host))
 
 
 def _unfollowed(
@@ -291,7 +284,3 @@ def _unfollowed(
     if follows and any(same(seen, old) for old in (expected.plain, expected.changed[0])):
         return KEPT
     return None
-
-
-def _slow(changed_us: float, sample_us: float) -> bool:
-    return changed_us > SKIPPED_FACTOR * sample_us + SKIPPED_US

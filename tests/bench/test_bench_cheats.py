@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tiny_suite import write_suite
 
 from megabench.bench.ceilings import CACHE_FILE
+from megabench.bench.pace import HostPace
 from megabench.bench.runner import BenchRun
 from megabench.bench.sampling import Policy
 from megabench.cases import load_suite
@@ -56,7 +57,10 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         ("MoreThreads", "wo_a", "it set torch's threads to"),
     ],
 )
-def test_a_cheat_is_an_error(cheat: str, op: str, expected: str, bench: Bench) -> None:
+def test_a_cheat_is_an_error(
+    cheat: str, op: str, expected: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HostPace, "slowdown", lambda _: 1.0)
     (row,) = bench(cheat)
     assert row.status == "error"
     (problem,) = [m.problem for m in row.measurements if m.op == op]

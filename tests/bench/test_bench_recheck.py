@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megabench.bench.ops import Target, flip_
+from megabench.bench.pace import HostPace
 from megabench.bench.recheck import DEAF, KEPT, Copy, Expected, last_round, recheck, same
 from megabench.bench.timers import HostTimer, Timer
 
@@ -164,18 +165,25 @@ def test_an_output_that_is_right_and_written_again_before_the_device_is_idle_is_
 
 
 @pytest.mark.parametrize(
-    ("again_us", "changed_us", "wrong", "note"),
+    ("again_us", "changed_us", "host", "wrong", "note"),
     [
-        (9.0, 25.0, None, ""),
-        (9.0, 90.0, "with a changed input it takes 90.0 us, not 9.0", ""),
-        (30.0, 70.0, None, "when checked, samples took 30.0 us, not 9.0"),
-        (90.0, 90.0, "with a changed input it takes 90.0 us, not 9.0", ""),
+        (9.0, 25.0, 1.0, None, ""),
+        (9.0, 90.0, 20.0, "with a changed input it takes 90.0 us, not 9.0", ""),
+        (30.0, 70.0, 1.0, None, "when checked, samples took 30.0 us, not 9.0"),
+        (90.0, 90.0, 1.0, "with a changed input it takes 90.0 us, not 9.0", ""),
+        (90.0, 90.0, 20.0, None, "when checked, samples took 90.0 us, not 9.0"),
     ],
-    ids=["as fast as ever", "done before", "on a machine that is busy now", "honest when watched"],
+    ids=["as ever", "done before", "busy device", "honest when watched", "busy host"],
 )
 def test_a_changed_input_may_take_no_longer_than_samples_do_now(
-    again_us: float, changed_us: float, wrong: str | None, note: str
+    again_us: float,
+    changed_us: float,
+    host: float,
+    wrong: str | None,
+    note: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(HostPace, "slowdown", lambda _: host)
     x, _, copy, expected = case()
     plain = x.clone()
 
@@ -209,6 +217,13 @@ def test_a_changed_input_that_is_fast_at_last_is_followed_as_well(known: str) ->
     wrong, _ = recheck([copy], Clocked(run), Expected(copy), 9.0)
     told = DEAF if known == "nothing" else KEPT
     assert wrong == told
+
+
+def test_the_host_is_as_slow_as_it_is_beside_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 30, 100, 110, 200, 225])
+    monkeypatch.setattr("megabench.bench.pace.perf_counter_ns", lambda: next(ticks))
+    pace = HostPace()
+    assert [pace.slowdown() for _ in range(3)] == [1.0, 1.0, 2.5]
 
 
 def test_tries_end_with_the_first_that_takes_no_longer() -> None:
