@@ -11,12 +11,13 @@ import pytest
 from report_fake_gate import gated_page
 from report_fake_run import bench_run, case, header, measured, measurement, validate_run
 
+from megabench.gate import GateError
 from megabench.report import SUMMARY, TABLE, build, write_report
 from megabench.report.frames import cases_frame, measurements_frame, primary
 from megabench.report.html import render
 from megabench.report.published import beside
 from megabench.report.summary import summarise
-from megabench.results import Run, RunEnd, RunFolder, StoreError
+from megabench.results import Run, RunEnd, RunFolder
 
 VOID = {"meta", "br", "input", "link", "img", "hr", "path", "use", "rect", "circle", "line"}
 
@@ -248,7 +249,7 @@ def test_a_validate_run_exports_its_cases(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_a_run_is_an_error_naming_it(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=re.escape(str(tmp_path))):
+    with pytest.raises(GateError, match=re.escape(f"{tmp_path}: holds no run")):
         build(tmp_path)
 
 
