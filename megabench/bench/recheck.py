@@ -62,7 +62,8 @@ class Expected:
         self._form = _Form(copy, self.timer)
         with _poisoned(copy, []):
             self.plain = _cloned(_bits(copy, self.timer.replay(0)))
-        for _ in range(2):
+        # Not beside a GPU, whose samples would be launched amid threads that still spin.
+        for _ in range(0 if timer else 2):
             HOST.slowdown()
 
     @cached_property
