@@ -134,7 +134,7 @@ def _flipped(tensor: torch.Tensor | None, halvings: int = 0) -> Iterator[None]:
     if tensor is None:
         yield
         return
-    part = tensor[..., : max(1, tensor.shape[-1] >> halvings)]
+    part = tensor[..., : _width(tensor, halvings)]
     flip_(part)
     try:
         yield
@@ -280,8 +280,20 @@ def _unfollowed(
     missing = [bool((b == poison_word(b)).all()) and not same([b], [plain]) for b, plain in both]
     if any(missing) or not same(seen, expected.tried(halvings)):
         return DEAF
-    # A part of a page table may name no page that is read.
-    follows = copy.sensitive and copy.flippable is not None and copy.flippable.is_floating_point()
-    if follows and any(same(seen, old) for old in (expected.plain, expected.changed[0])):
-        return KEPT
-    return None
+    part, rest = _parts(copy.flippable, halvings)
+    kept = [old for old, moved in ((expected.plain, part), (expected.changed[0], rest)) if moved]
+    return KEPT if copy.sensitive and any(same(seen, old) for old in kept) else None
+
+
+def _parts(tensor: torch.Tensor | None, halvings: int) -> tuple[bool, bool]:
+    """Whether the columns that `_flipped` flips, and the others, have a number in every row but 0,
+    whose sign is none; of a page table, part of which may name no page that is read, neither."""
+    if tensor is None or not tensor.is_floating_point():
+        return False, False
+    nonzero, size = tensor.float() != 0, _width(tensor, halvings)
+    part, rest = nonzero[..., :size].any(-1), nonzero[..., size:].any(-1)
+    return bool(part.all()), bool(rest.all())
+
+
+def _width(tensor: torch.Tensor, halvings: int) -> int:
+    return max(1, tensor.shape[-1] >> halvings)

@@ -379,3 +379,16 @@ def test_a_run_that_fails_leaves_the_cache_as_it_was() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         Expected(Copy(fails, [Target(cache, torch.tensor([1, 2]))]))
     assert torch.equal(cache, before)
+
+
+def test_zeros_of_a_changed_input_change_nothing_and_need_not() -> None:
+    x = torch.tensor([1.0, 2.0, 0.0, 0.0])
+    copy = Copy(lambda: [x.sum().mul(2.0)], flippable=x, sensitive=True)
+    times = iter([90.0, 9.0])
+
+    class Clocked(Replay):
+        def timed_replay(self, copy: int) -> tuple[list[torch.Tensor], Callable[[], float]]:
+            taken = next(times)
+            return self._run(), lambda: taken
+
+    assert recheck([copy], Clocked(copy.run), Expected(copy), 9.0) == (None, "")
