@@ -24,6 +24,8 @@ _STYLE: dict[Verdict, str] = {
 _EXIT = {0: "good", 1: "slower or broken", 3: "cannot decide"}
 WIDE = 200
 """Columns when stdout is no terminal: a log keeps whole lines."""
+ROOMY = 130
+"""Columns from which both times have columns of their own; `why` tells of them as well."""
 
 
 def show(
@@ -36,7 +38,7 @@ def show(
         out = Console(stderr=err, width=WIDE, emoji=False)
     listed = [f for f in result.findings if f.decision.verdict != "SAME"]
     if listed:
-        out.print(_table(listed))
+        out.print(_table(listed, times=out.width >= ROOMY))
     if explain:
         for finding in result.findings:
             _explain(out, finding)
@@ -50,12 +52,12 @@ def show(
     out.print(summary, markup=False, highlight=False)
 
 
-def _table(findings: list[Finding]) -> Table:
+def _table(findings: list[Finding], *, times: bool) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("verdict", no_wrap=True)
     for name in ("case", "backend", "op", "column"):
         table.add_column(name, overflow="fold")
-    for name in ("baseline", "now"):
+    for name in ("baseline", "now") if times else ():
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("code", no_wrap=True)
     table.add_column("why", overflow="fold")
@@ -63,7 +65,7 @@ def _table(findings: list[Finding]) -> Table:
         style = _STYLE[f.decision.verdict]
         verdict = f.decision.verdict if f.gated else f"({f.decision.verdict})"
         where = ("every case" if f.case_id == "*" else f.case_id, f.backend, f.op, f.column)
-        cells = (*where, f.base, f.run)
+        cells = (*where, f.base, f.run) if times else where
         why = (f.decision.code, f.decision.message)
         table.add_row(f"[{style}]{verdict}[/]", *(escape(text) for text in (*cells, *why)))
     return table

@@ -13,7 +13,9 @@ from gate_runs import DECODE, measurement, processes, row, run, write_all
 
 from megabench.cli import main
 from megabench.gate import Policy, compare
+from megabench.gate.baseline import baseline_of
 from megabench.gate.junit import write_junit
+from megabench.gate.render import show
 from megabench.results import Run
 
 BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
@@ -79,6 +81,19 @@ def test_the_table_shows_the_whole_line_and_leaves_out_what_is_the_same(
     assert "wo_a" in out
     assert "NEW" in out
     assert "step" not in out
+
+
+@pytest.mark.parametrize(("columns", "lines"), [(100, 3), (200, 1)])
+def test_a_narrow_terminal_s_columns_go_to_the_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], columns: int, lines: int
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    base, now = processes(BASE), processes(SLOWER)
+    show(compare(baseline_of(base), now, Policy()))
+    table = capsys.readouterr().out.split("\n1 SLOWER")[0].splitlines()
+    assert ("baseline" in table[0]) == (columns == 200)
+    assert len(table) <= 1 + lines
 
 
 def test_explain_prints_medians_intervals_clocks_and_thresholds(
