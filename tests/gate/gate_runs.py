@@ -26,6 +26,9 @@ from megabench.results import (
 DECODE = Case(batch="32q1s4k", tp=8, suite="h200")
 PREFILL = Case(batch="2q64s200", tp=8, suite="h200")
 CLOCK = 1755.0
+BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
+"""Medians of five processes that agree, us."""
+SLOWER = tuple(1.05 * t for t in BASE)
 
 
 def environment(**fields: Any) -> Environment:
@@ -165,3 +168,11 @@ def write_all(runs: Sequence[Run], out: Path) -> Path:
     for made in runs:
         write(made, out)
     return out
+
+
+def times(n: int, rows: list[CaseResult], **fields: str) -> list[Run]:
+    return [run(rows, **fields) for _ in range(n)]
+
+
+def codes(result: GateResult) -> set[tuple[str, str]]:
+    return {(f.decision.verdict, f.decision.code) for f in result.findings}

@@ -7,14 +7,22 @@ import math
 from pathlib import Path
 
 import pytest
-from gate_runs import DECODE, PREFILL, baseline, measurement, processes, row, run, write_all
+from gate_runs import (
+    BASE,
+    DECODE,
+    PREFILL,
+    baseline,
+    measurement,
+    processes,
+    row,
+    run,
+    write_all,
+)
 
 from megabench.gate import GateError, baseline_of, find_baseline
 from megabench.gate.baseline import TimeEntry, entry_key, read_shard, shard_path
 from megabench.gate.update import describe, plan_update
 from megabench.results import Run
-
-BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
 
 
 def both(us: float) -> Run:

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from gate_runs import DECODE, measurement, processes, row, run, write_all
+from gate_runs import (
+    BASE,
+    DECODE,
+    SLOWER,
+    measurement,
+    processes,
+    row,
+    run,
+    write_all,
+)
 
 from megabench.cli import main
 from megabench.gate import Policy, compare
@@ -18,8 +27,6 @@ from megabench.gate.junit import write_junit
 from megabench.gate.render import show
 from megabench.results import Run
 
-BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
-SLOWER = tuple(1.05 * t for t in BASE)
 Call = Callable[..., tuple[int, str, str]]
 
 

@@ -8,15 +8,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from gate_runs import DECODE, baseline, measurement, processes, row, run, write_all
+from gate_runs import (
+    BASE,
+    DECODE,
+    SLOWER,
+    baseline,
+    measurement,
+    processes,
+    row,
+    run,
+    write_all,
+)
 
 from megabench.cli import main
 from megabench.gate import GateError, Policy, compare
 from megabench.gate.kept import VERDICTS, read_verdicts, verdicts_of, write_verdicts
 from megabench.gate.pool import Change
-
-BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
-SLOWER = tuple(1.05 * t for t in BASE)
 
 
 def gate(now: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> int:

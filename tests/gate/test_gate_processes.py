@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from gate_runs import (
+    BASE,
     DECODE,
     PREFILL,
+    SLOWER,
     baseline,
     measurement,
     only,
@@ -24,9 +26,6 @@ from megabench.cases import load_suite
 from megabench.gate import GateError, Policy, compare, read_processes, read_rerun
 from megabench.gate.launch import Processes, gate_processes, new_folder, write_cases
 from megabench.results import CaseResult, Run
-
-BASE = (20.0, 20.1, 19.9, 20.05, 19.95)
-SLOWER = tuple(1.05 * t for t in BASE)
 
 
 def test_a_run_folder_is_one_process_and_a_folder_of_them_several(tmp_path: Path) -> None:
