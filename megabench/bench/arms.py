@@ -15,6 +15,7 @@ from megabench.bench.calls import (
     record_step,
     returned_tensors,
 )
+from megabench.bench.copies import Copy
 from megabench.bench.measure import Arm
 from megabench.bench.ops import (
     ATTENTION,
@@ -26,7 +27,6 @@ from megabench.bench.ops import (
     targets_of,
     whole_step_work,
 )
-from megabench.bench.recheck import Copy
 from megabench.bench.rotation import storages
 from megabench.layer import DeepseekV4MegaAttnAttention
 from megabench.metadata import forward_context

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
+from megabench.bench.copies import Copy
 from megabench.bench.cupti import Spans
 from megabench.bench.kernels import count_kernels
 from megabench.bench.phases import PhaseClock
-from megabench.bench.recheck import Copy, Expected, last_round, recheck
+from megabench.bench.recheck import Expected, last_round, recheck
 from megabench.bench.roofline import place
 from megabench.bench.rotation import MAX_SETS, Rotation, make_sweep, plan_rotation, turn_problem
 from megabench.bench.sampling import MIN_PAIRS, Policy, Sampled, interleave, paired_ratio, summarise
@@ -85,7 +86,8 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
     first (case and suite left blank for the caller)."""
     rows: list[list[Measurement]] = [[] for _ in arms]
     comparisons = []
-    expected = [_expected(bench, arm) for arm in arms]
+    with bench.clock.phase("setup"):
+        expected = [_expected(bench, arm) for arm in arms]
     for column in COLUMNS[bench.device.type]:
         _put_back_threads(bench.threads)
         with bench.clock.phase("setup"):
@@ -105,6 +107,8 @@ def measure(bench: Bench, arms: list[Arm]) -> tuple[list[list[Measurement]], lis
             own.append(_row(bench, arm, column, ready, watch, outcome, want))
             bench.clock.timed(own[-1].samples_us)
         comparisons += _compare(bench, arms, column, sampled)
+    for want in expected:
+        bench.clock.timed(want.checked_us)
     return rows, comparisons
 
 
@@ -151,7 +155,8 @@ def _put_back_threads(count: int) -> int | None:
 
 
 def _expected(bench: Bench, arm: Arm) -> Expected:
-    """What the arm's op writes when launched eagerly, which on a GPU is a way it is timed."""
+    """What the arm's op writes when launched eagerly, which on a GPU is a way it is timed: the run
+    that compiles and warms up."""
     on_gpu = bench.device.type == "cuda"
     return Expected(arm.first, eager_timer(arm.first.run) if on_gpu else None)
 

@@ -1,4 +1,7 @@
-"""Where a case's wall time goes: what is neither set-up nor a timed sample is overhead."""
+"""Where a case's wall time goes: what is neither set-up nor a timed run is overhead.
+
+Set-up includes an op's first, untimed run; timed runs are samples and those that checks time.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ class PhaseClock:
         finally:
             self._spent[name] += time.perf_counter() - start
 
-    def timed(self, samples_us: list[float]) -> None:
-        """Count samples: the replays themselves, none of what lies between them."""
-        self._spent["timed"] += sum(samples_us) * 1e-6
+    def timed(self, runs_us: list[float]) -> None:
+        """Count timed runs: the replays themselves, none of what lies between them."""
+        self._spent["timed"] += sum(runs_us) * 1e-6
 
     def stop(self, shares: int) -> tuple[float, Phases]:
         """Seconds since the start and their parts, a case's time shared by so many rows."""

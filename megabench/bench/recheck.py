@@ -16,17 +16,17 @@ poison is laid over its outputs, and nobody may write there until the device is 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 
 import torch
 
-from megabench.bench.ops import Target, bits_of, flip_, poison_, poison_word
+from megabench.bench.copies import Copy, cloned, differ, same
+from megabench.bench.ops import poison_word
 from megabench.bench.pace import HOST, judge, slow
-from megabench.bench.timers import HostTimer, Run, Timer
+from megabench.bench.timers import HostTimer, Timer
 
 KEPT = "outputs do not change with a changed input"
 DEAF = "the timed form does not follow a changed input"
@@ -38,20 +38,6 @@ TRIES = 6
 hits both, and not always."""
 
 
-@dataclass
-class Copy:
-    """One pointer-distinct copy of an op: how to run it, and what to look at."""
-
-    run: Run
-    targets: list[Target] = field(default_factory=list)
-    flippable: torch.Tensor | None = None
-    """An input whose flipped bits decide the outputs, None where there is none."""
-    sensitive: bool = False
-    """Whether the outputs must change with that sign: no cancelling, no empty work."""
-    inputs: frozenset[int] = frozenset()
-    """Addresses of the arguments' storages: an op may hand an argument back, which must live."""
-
-
 class Expected:
     """What an op writes when it is launched eagerly and every stream waited for: as its inputs are,
     and with a sign flipped. Each is run once for all the ways an op is timed."""
@@ -59,9 +45,11 @@ class Expected:
     def __init__(self, copy: Copy, timer: Timer | None = None) -> None:
         """`timer` times the copy's own run, where that is one of those ways."""
         self.timer = timer or HostTimer([copy.run], "untimed", _wait)
-        self._form = _Form(copy, self.timer)
-        with _poisoned(copy, []):
-            self.plain = _cloned(_bits(copy, self.timer.replay(0)))
+        self.checked_us: list[float] = []
+        """Of the runs that checks have timed."""
+        self._form = _Form(copy, self.timer, self.checked_us)
+        with copy.poisoned([]):
+            self.plain = cloned(copy.bits(self.timer.replay(0)))
         # Not beside a GPU, whose samples would be launched amid threads that still spin.
         for _ in range(0 if timer else 2):
             HOST.slowdown()
@@ -82,6 +70,8 @@ class _Form:
 
     copy: Copy
     timer: Timer
+    times: list[float]
+    """Microseconds of all runs that are timed here are added to it."""
     index: int = 0
     """Of the copy in its timer."""
 
@@ -89,14 +79,16 @@ class _Form:
         """Outputs' bits and microseconds of a timed replay that finds its input changed and nothing
         of its outputs."""
         returned = self.timer.returned(self.index) or []
-        with _flipped(self.copy.flippable, halvings), _poisoned(self.copy, returned):
+        with self.copy.flipped(halvings), self.copy.poisoned(returned):
             fresh, microseconds = self.timer.timed_replay(self.index)
-            return _cloned(_bits(self.copy, fresh)), microseconds()
+            self.times.append(microseconds())
+            return cloned(self.copy.bits(fresh)), self.times[-1]
 
     def again(self) -> float:
         """Microseconds of a sample now, when its machine may be busier than it was: the second of
         two, which finds what the first has left."""
-        return [self.timer.timed_replay(self.index)[1]() for _ in range(2)][-1]
+        self.times.extend(self.timer.timed_replay(self.index)[1]() for _ in range(2))
+        return self.times[-1]
 
     def written_late(self) -> bool:
         """Whether outputs are written after a replay has ended for its clock: poison laid over them
@@ -108,69 +100,15 @@ class _Form:
 
     def _overwritten(self) -> bool:
         fresh = self.timer.replay(self.index)
-        with _poisoned(self.copy, fresh):
+        with self.copy.poisoned(fresh):
             _wait()
-            laid = _bits(self.copy, _outputs(self.copy, fresh))
+            laid = self.copy.bits(self.copy.outputs(fresh))
             return any(bool((bits != poison_word(bits)).any()) for bits in laid)
-
-
-@contextmanager
-def _poisoned(copy: Copy, returned: list[torch.Tensor]) -> Iterator[None]:
-    """Begin with poison over the outputs; a cache is put back at the end, whatever happens."""
-    for target in copy.targets:
-        target.poison()
-    for tensor in _outputs(copy, returned):
-        poison_(tensor)
-    try:
-        yield
-    finally:
-        for target in copy.targets:
-            target.restore()
-
-
-@contextmanager
-def _flipped(tensor: torch.Tensor | None, halvings: int = 0) -> Iterator[None]:
-    """With a tensor flipped, or its first columns alone, half as many with every halving."""
-    if tensor is None:
-        yield
-        return
-    part = tensor[..., : _width(tensor, halvings)]
-    flip_(part)
-    try:
-        yield
-    finally:
-        flip_(part)
-
-
-def _bits(copy: Copy, returned: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [target.bits() for target in copy.targets] + [bits_of(t) for t in returned]
-
-
-def _cloned(seen: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [bits.clone() for bits in seen]
-
-
-def _outputs(copy: Copy, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Returned tensors that are no argument handed back."""
-    return [t for t in tensors if t.untyped_storage().data_ptr() not in copy.inputs]
 
 
 def _wait() -> None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-
-
-def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    """Bitwise equality of two observations."""
-    return not _differ(first, second).item()
-
-
-def _differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tensor:
-    """Whether two observations differ, as a tensor [] that nobody has waited for."""
-    if [(t.shape, t.dtype) for t in first] != [(t.shape, t.dtype) for t in second]:
-        return torch.tensor(True, device=second[0].device if second else None)
-    found = [(one != other).any() for one, other in zip(first, second, strict=True)]
-    return torch.stack(found).any() if found else torch.tensor(False)
 
 
 def last_round(
@@ -199,10 +137,10 @@ def _in_one_go(
     found: dict[int, torch.Tensor] = {}
     with ExitStack() as poisoned:
         for copy, kept in zip(copies, returned, strict=True):
-            poisoned.enter_context(_poisoned(copy, kept))
+            poisoned.enter_context(copy.poisoned(kept))
         for part in range(timer.turn, len(copies)), range(timer.turn):
             taken += timer.take(len(part))
-            found |= {i: _differ(_bits(copies[i], returned[i]), plain) for i in part}
+            found |= {i: differ(copies[i].bits(returned[i]), plain) for i in part}
     return taken, [found[index] for index in range(len(copies))]
 
 
@@ -213,9 +151,9 @@ def _one_by_one(
     taken: list[float] = []
     found: dict[int, torch.Tensor] = {}
     for index in [*range(timer.turn, len(copies)), *range(timer.turn)]:
-        with _poisoned(copies[index], []):
+        with copies[index].poisoned([]):
             fresh, microseconds = timer.timed_replay(index)
-            found[index] = _differ(_bits(copies[index], fresh), plain)
+            found[index] = differ(copies[index].bits(fresh), plain)
             taken.append(microseconds())
         timer.counts[index] += 1
     return taken, [found[index] for index in range(len(copies))]
@@ -229,7 +167,8 @@ def recheck(
     longer: late writes and a changed input, which must not take much more than the samples. It is
     drawn, so that none can leave its work to another."""
     index = secrets.randbelow(len(copies))
-    form, wrong, note = _Form(copies[index], timer, index), None, ""
+    form = _Form(copies[index], timer, expected.checked_us, index)
+    wrong, note = None, ""
     if median_us <= FLIP_LIMIT_US:
         wrong, note = _unchanged(form, expected, median_us)
     launched = timer.returned(index) is None and not isinstance(timer, HostTimer)
@@ -280,20 +219,6 @@ def _unfollowed(
     missing = [bool((b == poison_word(b)).all()) and not same([b], [plain]) for b, plain in both]
     if any(missing) or not same(seen, expected.tried(halvings)):
         return DEAF
-    part, rest = _parts(copy.flippable, halvings)
+    part, rest = copy.parts(halvings)
     kept = [old for old, moved in ((expected.plain, part), (expected.changed[0], rest)) if moved]
     return KEPT if copy.sensitive and any(same(seen, old) for old in kept) else None
-
-
-def _parts(tensor: torch.Tensor | None, halvings: int) -> tuple[bool, bool]:
-    """Whether the columns that `_flipped` flips, and the others, have a number in every row but 0,
-    whose sign is none; of a page table, part of which may name no page that is read, neither."""
-    if tensor is None or not tensor.is_floating_point():
-        return False, False
-    nonzero, size = tensor.float() != 0, _width(tensor, halvings)
-    part, rest = nonzero[..., :size].any(-1), nonzero[..., size:].any(-1)
-    return bool(part.all()), bool(rest.all())
-
-
-def _width(tensor: torch.Tensor, halvings: int) -> int:
-    return max(1, tensor.shape[-1] >> halvings)

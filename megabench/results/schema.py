@@ -226,11 +226,12 @@ class Phases(_Model):
     validate_s: float
     """The check against the golden model."""
     setup_s: float
-    """Inputs, weights, compiling, copies to rotate, graph capture, and giving memory back."""
+    """Inputs, weights, an op's first run, which compiles, copies to rotate, graph capture, and
+    giving memory back."""
     timed_s: float
-    """The samples: their sum, discarded ones excluded."""
+    """The samples, discarded ones excluded, and the runs that checks time: their sum."""
     overhead_s: float
-    """All else: what the harness adds to the timed samples."""
+    """All else: what the harness adds to the timed runs."""
 
 
 class CaseResult(_Model):

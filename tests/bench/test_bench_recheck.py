@@ -7,9 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megabench.bench.copies import Copy, same
 from megabench.bench.ops import Target, flip_
 from megabench.bench.pace import HostPace
-from megabench.bench.recheck import DEAF, KEPT, Copy, Expected, last_round, recheck, same
+from megabench.bench.recheck import DEAF, KEPT, Expected, last_round, recheck
 from megabench.bench.timers import HostTimer, Timer
 
 Run = Callable[[], list[torch.Tensor]]

@@ -123,7 +123,7 @@ def test_a_row_says_where_its_time_went(start: Callable[..., BenchRun], model: s
     assert spent is not None
     assert 0.2 <= spent.validate_s < 1
     assert spent.setup_s > 0
-    assert spent.timed_s == pytest.approx(sum(sum(m.samples_us) for m in row.measurements) * 1e-6)
+    assert spent.timed_s > sum(sum(m.samples_us) for m in row.measurements) * 1e-6
     assert 0 < spent.overhead_s < row.seconds - 0.2
     parts = spent.validate_s + spent.setup_s + spent.timed_s + spent.overhead_s
     assert row.seconds == pytest.approx(parts)

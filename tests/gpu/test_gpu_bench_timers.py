@@ -9,9 +9,10 @@ from itertools import pairwise
 import pytest
 import torch
 
+from megabench.bench.copies import Copy
 from megabench.bench.kernels import count_kernels
 from megabench.bench.ops import Target
-from megabench.bench.recheck import Copy, Expected, last_round, recheck
+from megabench.bench.recheck import Expected, last_round, recheck
 from megabench.bench.rotation import make_sweep
 from megabench.bench.timers import (
     CaptureError,
