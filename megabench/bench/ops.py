@@ -144,8 +144,8 @@ class Target:
         if self.pages is None:
             poison_(self.tensor)
         else:
-            self._saved = self.tensor[self.pages].clone()
-            self.tensor[self.pages] = POISON
+            self._saved = self.tensor[self.pages]
+            self.tensor.index_fill_(0, self.pages, POISON)
 
     def bits(self) -> torch.Tensor:
         """What is there now, as integers: the memory itself, of a cache a copy of its pages."""

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import median
 
 import numpy as np
+from numpy.random import default_rng
 
 from megabench.results import Interval
 from megabench.results.schema import StopReason
@@ -201,38 +202,40 @@ def summarise(values: list[float], seed: int = 0) -> Summary:
     """Median, MAD, quartiles and a bootstrap interval of the median; ValueError without samples."""
     if not values:
         raise ValueError("values: no samples to summarise")
-    data = np.asarray(values, dtype=np.float64)
-    middle = float(np.median(data))
-    q1, q3 = (float(q) for q in np.quantile(data, (0.25, 0.75)))
+    ordered = sorted(values)
+    middle = median(ordered)
     return Summary(
-        n=data.size,
+        n=len(ordered),
         median=middle,
-        mad=float(np.median(np.abs(data - middle))),
-        q1=q1,
-        q3=q3,
-        minimum=float(data.min()),
-        ci=bootstrap_median(data, seed=seed),
+        mad=median(abs(value - middle) for value in ordered),
+        q1=quantile(ordered, 0.25),
+        q3=quantile(ordered, 0.75),
+        minimum=ordered[0],
+        ci=bootstrap_median(ordered, seed=seed),
     )
 
 
-def bootstrap_median(
-    data: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
-    *,
-    level: float = 0.95,
-    seed: int = 0,
-) -> Interval:
-    """Percentile bootstrap interval of the median; the same data and seed give the same one."""
-    medians = np.sort(data)[_median_ranks(data.size, seed)].mean(axis=1)
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, by a line between neighbours. numpy's takes ten times as long on so few."""
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return float(ordered[low] + (place - low) * (ordered[high] - ordered[low]))
+
+
+def bootstrap_median(values: Sequence[float], *, level: float = 0.95, seed: int = 0) -> Interval:
+    """Percentile bootstrap interval of the median; the same values and seed give the same one."""
+    data = np.sort(np.asarray(values, dtype=np.float64))
+    medians = np.sort(data[_median_ranks(data.size, seed)].mean(axis=1)).tolist()
     tail = (1 - level) / 2
-    low, high = (float(q) for q in np.quantile(medians, (tail, 1 - tail)))
-    return Interval(low=low, high=high, level=level)
+    return Interval(low=quantile(medians, tail), high=quantile(medians, 1 - tail), level=level)
 
 
 @lru_cache
 def _median_ranks(size: int, seed: int) -> np.ndarray[tuple[int, ...], np.dtype[np.uint16]]:
     """The two middle ranks of each drawn set: its median is theirs, whatever the values."""
     shape, middle = (BOOTSTRAP_DRAWS, size), ((size - 1) // 2, size // 2)
-    ranks = np.random.default_rng(seed).integers(0, size, shape, dtype=np.uint16)
+    ranks = default_rng(seed).integers(0, size, shape, dtype=np.uint16)
     ranks.partition(middle, axis=1)
     return ranks[:, middle]
 
@@ -247,5 +250,5 @@ def paired_ratio(
     pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b]
     if not pairs:
         return None
-    ratios = np.asarray([a / b for a, b in pairs])
-    return float(np.median(ratios)), bootstrap_median(ratios, seed=seed), len(pairs)
+    ratios = [a / b for a, b in pairs]
+    return median(ratios), bootstrap_median(ratios, seed=seed), len(pairs)

@@ -347,6 +347,23 @@ def test_equal_numbers_of_another_size_are_other_bits() -> None:
     assert not same([torch.ones(3, dtype=torch.int16)], [torch.ones(3, dtype=torch.int32)])
 
 
+@pytest.mark.parametrize("start", [0, 1, 4])
+@pytest.mark.parametrize("size", [1, 8, 24, 27])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+def test_one_bit_anywhere_is_a_difference(start: int, size: int, dtype: torch.dtype) -> None:
+    """Whether memory divides into words or not, and beside a clone that lies closer."""
+    bits = torch.arange(64).to(dtype)[start : start + size]
+    sparse = torch.arange(64).to(dtype).view(8, 8)[:, :start]
+    seen = [bits, sparse]
+    plain = [bits.clone(), sparse.contiguous()]
+    assert same(seen, plain)
+    for flat in plain[0], plain[1].view(-1):
+        for index in range(flat.numel()):
+            flat[index] ^= 64
+            assert not same(seen, plain)
+            flat[index] ^= 64
+
+
 def test_a_cache_written_in_place_is_put_back() -> None:
     cache = torch.arange(4 * 2 * 8, dtype=torch.uint8).view(4, 2, 8)
     before = cache.clone()

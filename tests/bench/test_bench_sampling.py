@@ -17,6 +17,7 @@ from megabench.bench.sampling import (
     decide,
     interleave,
     paired_ratio,
+    quantile,
     relative_error,
     summarise,
 )
@@ -132,6 +133,15 @@ def test_the_summary_orders_and_brackets_the_median(values: list[float]) -> None
     assert s.ci.low <= s.median <= s.ci.high
     assert s.n == len(values)
     assert summarise(values) == s
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.floats(0.1, 1e6), min_size=1, max_size=60), st.floats(0.0, 1.0))
+def test_quantiles_lie_on_the_line_between_their_neighbours(
+    values: list[float], share: float
+) -> None:
+    assert quantile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)))
+    assert summarise(values).q3 == quantile(sorted(values), 0.75)
 
 
 def test_the_interval_covers_the_true_median_about_as_often_as_it_says() -> None:
