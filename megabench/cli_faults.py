@@ -20,11 +20,20 @@ if TYPE_CHECKING:
 @click.option(
     "--cases", "suite", default="faults", metavar="FILE", help="Case file with the trigger cases."
 )
-@click.option("--fault", "pattern", default="*", metavar="GLOB", help="Glob on fault ids.")
+@click.option(
+    "--fault",
+    "patterns",
+    default=("*",),
+    multiple=True,
+    metavar="GLOB",
+    help="Fault ids, as in 'X*'; given again, those of either.",
+)
 @click.option("--backend", default="torch", metavar="NAME", help="The backend to wear them.")
 @click.option("--device", help="cpu, cuda or cuda:N; the first GPU by default, if any.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a fault, with every check.")
-def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: bool) -> None:
+def faults(
+    suite: str, patterns: tuple[str, ...], backend: str, device: str | None, as_json: bool
+) -> None:
     """Wear every fault on a backend and see what validation catches.
 
     Exit 1 when one survives or shows nowhere.
@@ -35,9 +44,14 @@ def faults(suite: str, pattern: str, backend: str, device: str | None, as_json: 
     from megabench.runs import find_device, resolve_backends
 
     where, loaded = find_device(device), load_suite(suite)
-    chosen = [fault for name, fault in CATALOGUE.items() if fnmatch.fnmatchcase(name, pattern)]
-    if not chosen:
-        raise click.UsageError(f"no fault matches {pattern!r}{nearest(pattern, CATALOGUE)}")
+    for pattern in patterns:
+        if not fnmatch.filter(CATALOGUE, pattern):
+            raise click.UsageError(f"no fault matches {pattern!r}{nearest(pattern, CATALOGUE)}")
+    chosen = [
+        fault
+        for name, fault in CATALOGUE.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+    ]
     (name,) = resolve_backends([backend], loaded.cases, where)
     kind = Trials if where.type == "cpu" else IsolatedTrials
     trials, found = kind(loaded.cases, name, where), []

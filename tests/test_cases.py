@@ -277,6 +277,12 @@ def test_a_missing_file_names_the_nearest_one() -> None:
         load_suite("smok")
 
 
+def test_a_folder_in_place_of_a_case_file_is_told_with_what_it_holds(tmp_path: Path) -> None:
+    write(tmp_path, "axes: {batch: 1q1}")
+    with pytest.raises(CaseError, match=r"is a folder, not a case file; it holds mine\.yaml"):
+        load_suite(tmp_path)
+
+
 def test_a_glob_that_matches_nothing_names_the_nearest_case() -> None:
     suite = load_suite("smoke")
     assert len(suite.select("r0-*")) == 3

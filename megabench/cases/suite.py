@@ -137,6 +137,9 @@ def find_suite(name: str | Path) -> Path:
         found = packaged.get(path.stem)
         if found is not None:
             return found
+    if path.is_dir():
+        inside = ", ".join(sorted(file.name for file in path.glob("*.yaml"))) or "no .yaml file"
+        raise CaseError(f"{str(name)!r} is a folder, not a case file; it holds {inside}")
     raise CaseError(f"case file {str(name)!r} does not exist{nearest(path.stem, packaged)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -157,6 +158,12 @@ def test_a_missing_trigger_is_exit_code_1() -> None:
     code, text = run("--cases", "clean", "--fault", "R3")
     assert code == 1
     assert "missing trigger" in text
+
+
+def test_fault_given_again_adds_those_of_either_glob() -> None:
+    code, text = run("--cases", "clean", "--fault", "R3", "--fault", "R2")
+    assert code == 1
+    assert re.findall(r"^(R\d)", text, re.M) == ["R2", "R3"]
 
 
 def test_a_fault_that_does_not_exist_is_a_usage_error_with_the_nearest() -> None:
