@@ -15,6 +15,7 @@ from megabench.bench.ops import Target
 from megabench.bench.recheck import Expected, last_round, recheck
 from megabench.bench.rotation import make_sweep
 from megabench.bench.timers import (
+    AHEAD_US,
     CaptureError,
     Run,
     Timer,
@@ -79,6 +80,15 @@ def test_time_is_a_line_through_the_floor() -> None:
     slopes = [later - earlier for earlier, later in pairwise(times)]
     assert max(slopes) < 1.1 * min(slopes)
     assert times[0] < 20
+
+
+def test_a_graph_that_keeps_the_host_ahead_takes_as_long_without_spins() -> None:
+    """Its first block has them, later ones do not."""
+    graph_timer([spin(2_000_000)], "warm").take(20)
+    timer = graph_timer([spin(400_000)], "warm")
+    spun, alone = median(timer), median(timer)
+    assert spun > AHEAD_US
+    assert alone == pytest.approx(spun, rel=0.02)
 
 
 def test_what_capture_and_warm_up_cost_is_not_in_a_sample() -> None:
