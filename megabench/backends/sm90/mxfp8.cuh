@@ -32,7 +32,6 @@ DEVICE u32 byte_of(u32 word, int i) { return __byte_perm(word, 0, 0x4440 + i); }
 // values are code * 2^(scale - kUnit), from 2^-23 to 57344. An amax of 1e-4, the least that
 // attention outputs are scaled by, to 224 gets these bytes.
 constexpr u32 kFirst = 105, kLast = 126, kUnit = 119;
-constexpr u32 kHalfTwice = 0x04000400u;   // one in the exponents of two f16
 constexpr float kUnitOfProducts = 1.f / (1 << 2 * (127 - kUnit));
 
 // Four codes: the first two and the last two.
@@ -51,7 +50,9 @@ DEVICE void to_f16(u32 codes, u32 factor, u32& low, u32& high) {
   to_f16(codes, low, high);
   low = mul_f16x2(low, factor), high = mul_f16x2(high, factor);
 }
-DEVICE u32 f16_factor(u32 scale) { return scale * kHalfTwice - (kUnit - 15) * kHalfTwice; }
+// The upper bytes of the factors of four scales that f16 has room for.
+DEVICE u32 f16_factors(u32 scales) { return 4 * scales - 4 * (kUnit - 15) * 0x01010101u; }
+constexpr u32 kUpperBytes = 0x01000100u;  // times one of them: a factor
 DEVICE bool is_far(u32 scale) { return scale - kFirst > kLast - kFirst; }
 // Whether one of four scales is: the top bits of their bytes. One that borrows or carries is far.
 DEVICE u32 far_bits(u32 scales) {

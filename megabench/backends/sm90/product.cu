@@ -5,12 +5,14 @@
 // operand and is converted in the registers of the warps that multiply; activations are its B
 // operand and are converted into shared memory. Warpgroups, over rings of stages of 128 columns:
 //
-//   math x 2   codes -> fragments, wgmma; 64 rows each      W, Operand -> WFree, OperandFree
-//   convert    activations' codes -> operand                X, OperandFree -> Operand, XFree
-//   load       a warp for each ring: boxes of codes by the  XFree -> X, WFree -> W
-//              copy engine, scales by cp.async
+//   math x 2   codes -> fragments, wgmma; 64 rows each      WFull, OperandFull -> WFree, OperandFree
+//   convert    activations' codes -> operand                XFull, OperandFree -> OperandFull, XFree
+//   load       two warps for each ring: boxes of codes by   XFree, WFree -> XFull, WFull
+//              the copy engine; scales, made factors
 //
-// A scale that f16 has no room for (mxfp8.cuh) is taken for zero where all its codes are zeros.
+// Beside wgmma every other instruction takes 3 to 4 cycles of its scheduler, so the loops of the first
+// two have few but conversions: a stage's address is all they keep of a ring, and scales come to them
+// as factors. One that f16 has no room for (mxfp8.cuh) is replaced where all its codes are zeros.
 // Where they are not, a flag sends all roles over the columns again, in bf16, which has room.
 //
 // A CTA has one tile; with few tiles a cluster of kSplit CTAs shares a tile's columns, and each
@@ -39,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     shrink_registers<kLoadRegisters>();
     if (warp % 4 == 0) load_activations(p, smem, part);
     else if (warp % 4 == 1) load_weight(p, smem, part);
-    else meet();
+    else if (warp % 4 == 2) scale_activations(p, smem, part);
+    else scale_weight(p, smem, part);
   }
 }

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "mxfp8.cuh"
-#include "ring.cuh"
 #include "wgmma_registers.cuh"
 
 #ifndef TOKENS
@@ -21,7 +20,7 @@ constexpr int kRowGroups = kRows / 64, kConvertGroups = kWide ? 2 : 1, kGroup = 
 constexpr int kMathThreads = kRowGroups * kGroup, kConvertThreads = kConvertGroups * kGroup,
               kThreads = kMathThreads + kConvertThreads + kGroup;
 constexpr int kMathRegisters = kWide ? 144 : 176, kConvertRegisters = kWide ? 72 : 96,
-              kLoadRegisters = 40;
+              kLoadRegisters = kWide ? 48 : 56;
 static_assert(kRowGroups * kMathRegisters + kConvertGroups * kConvertRegisters + kLoadRegisters <=
                   65536 / kThreads / 8 * 8 * (kThreads / kGroup),
               "what a CTA is launched with");
@@ -35,29 +34,39 @@ struct Params {
   int unused[10];          // the maps' alignment
 };
 
-// ---- shared memory, bytes. Rings of stages of 128 columns:
-constexpr int kBuffers = kWide ? 3 : 4, kXStages = kWide ? 3 : 4, kWStages = 4;
-constexpr u32 kOperandBytes = kTokens * kColumns * 2;  // activations [2][tokens][64], swizzled
-constexpr u32 kXScales = kTokens * kColumns,           // their codes, swizzled, then their scales
-              kXBytes = kXScales + 1024;
-constexpr u32 kWScales = kRows * kColumns, kWBytes = kWScales + 1024;  // the weight's
-constexpr u32 kSmemX = kBuffers * kOperandBytes, kSmemW = kSmemX + kXStages * kXBytes,
-              kRingsEnd = kSmemW + kWStages * kWBytes;
-// Afterwards, where these were: what the other ranks of a cluster have of the sums that a rank adds
-// and stores, kOwn of each thread of the math warps, in kParts parts with a barrier each.
+// ---- shared memory, bytes: two rings of stages of 128 columns. A stage holds its barriers, too, so
+// that one place in a register finds it all.
+constexpr int kXStages = kWide ? 3 : 4, kWStages = 4;
+// Activations: wgmma's operand [2][tokens][64] and their codes, both swizzled, scales
+constexpr u32 kXCodes = kTokens * kColumns * 2, kXScales = kXCodes + kTokens * kColumns,
+              kXFull = kXScales + 512, kXFree = kXFull + 8, kOperandFull = kXFull + 16,
+              kOperandFree = kXFull + 24, kXBytes = kXScales + 1024;
+// The weight: codes, swizzled, scales
+constexpr u32 kWScales = kRows * kColumns, kWFull = kWScales + 512, kWFree = kWFull + 8,
+              kWBytes = kWScales + 1024;
+constexpr u32 kSmemW = kXStages * kXBytes;
+// Afterwards, in the activations' stages: what the other ranks of a cluster have of the sums that a
+// rank adds and stores, kOwn of each thread of the math warps, in kParts parts with a barrier each.
 constexpr int kOwn = kTokens / 2 / kSplit, kParts = kOwn >= 16 ? 4 : 1;
-constexpr u32 kSumBytes = kOwn * 4 * kMathThreads, kSumsEnd = (kSplit - 1) * kSumBytes;
-constexpr u32 kSmemBars = kRingsEnd > kSumsEnd ? kRingsEnd : kSumsEnd;
-constexpr u32 kBarX = kSmemBars, kBarXFree = kBarX + 8 * kXStages, kBarW = kBarXFree + 8 * kXStages,
-              kBarWFree = kBarW + 8 * kWStages, kBarOperand = kBarWFree + 8 * kWStages,
-              kBarOperandFree = kBarOperand + 8 * kBuffers,
-              kBarOthers = kBarOperandFree + 8 * kBuffers, kAgain = kBarOthers + 8 * kParts,
+constexpr u32 kSumBytes = kOwn * 4 * kMathThreads;
+static_assert(kSplit == 1 || ((kSplit - 2) / kXStages + 1) * kSumBytes <= kXScales,
+              "sums leave the stages' barriers alone");
+constexpr u32 kBarOthers = kSmemW + kWStages * kWBytes, kAgain = kBarOthers + 8 * kParts,
               kSmemBytes = kAgain + 8;
-constexpr int kFullArrivals = 33;  // on a ring's barrier: a lane for the boxes, each for its scales
+constexpr int kFullArrivals = 33;  // on a full barrier: a lane for the boxes, each for its scales
 static_assert(kSmemBytes <= kSharedBytes, "an SM gives a CTA 227 KB");
-static_assert(kXStages == kBuffers, "the converters have one slot and parity for both");
-using WRing = Ring<kWStages>;
-using OperandRing = Ring<kBuffers>;  // and activations' codes
+
+// A place in a ring: a stage's address, and the parity of its use.
+template <u32 Begin, int Stages, u32 Bytes> struct Place {
+  u32 at, parity = 0, begin;
+  DEVICE explicit Place(u32 smem) : at(smem + Begin), begin(at) {}
+  DEVICE void advance() {
+    at += Bytes;
+    if (at == begin + Stages * Bytes) at = begin, parity ^= 1;
+  }
+};
+using XPlace = Place<0, kXStages, kXBytes>;
+using WPlace = Place<kSmemW, kWStages, kWBytes>;
 
 // A CTA's part: its tile, and its columns in words of 128. The grid is [row tiles x ranks] of
 // [groups x token tiles], so that CTAs that share activations are neighbours.
@@ -78,8 +87,7 @@ struct Part {
   }
 };
 
-enum NamedBarrier { kBarAll, kBarRoles };
-constexpr int kRoleThreads = kMathThreads + kConvertThreads + 2 * 32;  // but two idle warps
+enum NamedBarrier { kBarAll };
 
 // The CTA is here, with its barriers initialised.
 DEVICE void meet() {
@@ -107,7 +115,7 @@ DEVICE bool again(u32 smem) {
     __syncwarp();
     cluster_meet();
   } else {
-    bar_sync(kBarRoles, kRoleThreads);
+    bar_sync(kBarAll, kThreads);
   }
   return load_shared(smem + kAgain) != 0;
 }
@@ -121,3 +129,13 @@ DEVICE void fence_barriers() {
 // Rows that a quarter of a warp reads lie four apart: the swizzle puts their halves into different
 // banks.
 DEVICE int spread(int row) { return (row & 1) << 2 | row >> 1; }
+
+// Has a value stay in its register: it is not computed anew where it is used.
+DEVICE void keep(u32& v) { asm volatile("" : "+r"(v)); }
+// One thread of the warp.
+DEVICE bool elected() {
+  u32 one;
+  asm volatile(
+      "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
+  return one != 0;
+}

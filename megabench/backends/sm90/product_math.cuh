@@ -23,18 +23,32 @@ struct Math {
   u32 smem;
   const Part& part;
   int lane, col;           // col = lane % 4
-  u32 scale_bytes;         // of the first half: this lane's byte of a row's four, for __byte_perm
   int row;                 // the first of the lane's two rows: a fragment's rows r and r + 8 are
                            // neighbours of the weight
+  u32 codes_at[2][2];      // in a stage: of half h and row r; no half's address is a sum
+  u32 scales_at;
+  u32 factor_bytes[2];     // of half h: its factor's place in a row's four, for __byte_perm
   float acc[kTokens / 2];
-  WRing ring;
-  OperandRing operands;
+  WPlace w;
+  XPlace x;
 
   DEVICE Math(const Params& params, const u8* mem_, const Part& part_, int group, int warp)
       : p(params), mem(mem_), smem(smem_address(mem_)), part(part_), lane(lane_id()),
-        col(lane & 3), scale_bytes(0x4040 + 0x0101 * (col >> 1)) {
+        col(lane & 3), w(smem), x(smem) {
     const int r = lane >> 2;  // the quarters of a warp read rows that lie four apart (spread)
     row = group * 64 + warp * 16 + 2 * ((r & 4) | (r & 1) << 1 | (r & 2) >> 1);
+    scales_at = kWScales + row * 4;
+    keep(scales_at);
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        codes_at[h][i] = (row + i) * kColumns + ((4 * h + col ^ (row & 7) + i) << 4);
+        keep(codes_at[h][i]);
+      }
+      factor_bytes[h] = 0x0404 + 0x1010 * (2 * h + (col >> 1));
+      keep(factor_bytes[h]);
+    }
   }
 
   using Fragments = u32[4][4];  // of half a stage: four steps of wgmma
@@ -43,64 +57,33 @@ struct Math {
   };
 
   DEVICE void load_codes(int half, Raw& raw) const {
-    const u32 at = smem + kSmemW + ring.slot * kWBytes + row * kColumns;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-      load_shared4(at + r * kColumns + ((4 * half + col ^ (row & 7) + r) << 4), raw.codes[r]);
+    for (int r = 0; r < 2; r++) load_shared4(w.at + codes_at[half][r], raw.codes[r]);
   }
   DEVICE void load_stage(Raw& raw) const {
-    mbar_wait(smem + kBarW + 8 * ring.slot, ring.parity);
+    mbar_wait(w.at + kWFull, w.parity);
+    load_shared2(w.at + scales_at, raw.scales[0], raw.scales[1]);
     load_codes(0, raw);
-    load_shared2(smem + kSmemW + ring.slot * kWBytes + kWScales + row * 4, raw.scales[0],
-                 raw.scales[1]);
   }
 
-  // The factor of a row's block: its byte in both halves, in the exponents.
-  DEVICE u32 f16_factor_of(const Raw& raw, int r, int half) const {
-    const u32 twice = __byte_perm(raw.scales[r], 0, scale_bytes + half * 0x0202);
-    return (twice << 10) - (kUnit - 15) * kHalfTwice;
-  }
-  DEVICE u32 scale_of(const Raw& raw, int r, int half) const {
-    return raw.scales[r] >> (half * 16 + (col & 2) * 4) & 0xff;
-  }
-
-  // `far`: a scale of the warp's stage is out of f16's range.
-  DEVICE void to_f16_half(int half, const Raw& raw, bool far, Fragments& a) const {
-    u32 factor[2];
+  template <bool F16> DEVICE void to_fragments(int half, const Raw& raw, Fragments& a) const {
 #pragma unroll
-    for (int r = 0; r < 2; r++) factor[r] = f16_factor_of(raw, r, half);
-    if (far) {
-      bool lost = false;
-#pragma unroll
-      for (int r = 0; r < 2; r++)
-        if (is_far(scale_of(raw, r, half))) factor[r] = 0, lost |= any_value(raw.codes[r]);
-      if (lost) ask_again(smem);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int s = 0; s < 4; s++) to_f16(raw.codes[r][s], factor[r], a[s][r], a[s][r + 2]);
-  }
-  DEVICE void to_bf16_half(int half, const Raw& raw, Fragments& a) const {
-#pragma unroll
-    for (int r = 0; r < 2; r++)
+    for (int r = 0; r < 2; r++) {
+      const u32 factor = __byte_perm(raw.scales[r], 0, factor_bytes[half]);
+      const u32 scale = raw.scales[r] >> (half * 16 + (col & 2) * 4) & 0xff;
 #pragma unroll
       for (int s = 0; s < 4; s++)
-        widen_any(raw.codes[r][s], scale_of(raw, r, half), a[s][r], a[s][r + 2]);
+        if constexpr (F16) to_f16(raw.codes[r][s], factor, a[s][r], a[s][r + 2]);
+        else widen_any(raw.codes[r][s], scale, a[s][r], a[s][r + 2]);
+    }
   }
 
-  // The operand before the ring's has been multiplied.
-  DEVICE void free_operand() const {
-    const u32 before = operands.slot == 0 ? kBuffers - 1 : operands.slot - 1;
-    if (lane == 0) mbar_arrive(smem + kBarOperandFree + 8 * before);
-  }
-
-  // The barriers that no ring of codes has.
+  // The barriers that no loader has.
   DEVICE void init_barriers() const {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kBuffers; i++) {
-        mbar_init(smem + kBarOperand + 8 * i, 4 * kConvertGroups);
-        mbar_init(smem + kBarOperandFree + 8 * i, 4 * kRowGroups);
+      for (u32 at = smem; at < smem + kXStages * kXBytes; at += kXBytes) {
+        mbar_init(at + kOperandFull, 4 * kConvertGroups);
+        mbar_init(at + kOperandFree, 4 * kRowGroups);
       }
       for (int i = 0; i < kParts; i++) {
         mbar_init(smem + kBarOthers + 8 * i, 1);
@@ -115,8 +98,7 @@ struct Math {
 
   // acc (+)= half a stage, started; the half before has then been multiplied.
   template <bool F16> DEVICE void multiply_half(int half, const Fragments& a, bool first) {
-    const u64 b =
-        tile_descriptor<128>(smem + operands.slot * kOperandBytes + half * kTokens * 128, 16);
+    const u64 b = tile_descriptor<128>(x.at + half * kTokens * 128, 16);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < 4; s++)
@@ -130,32 +112,28 @@ struct Math {
   template <bool F16> DEVICE void multiply() {
     Raw raw;
     Fragments a[2];
+    const bool first_lane = lane == 0;
+    bool before = false;
+    u32 multiplied = 0;            // the operand before, if there was one
     load_stage(raw);
 #pragma unroll 1
-    for (int word = part.first; word < part.last; word++, operands.advance()) {
-      const bool first = word == part.first;
-      bool far = false;
-      if constexpr (F16) {
-        far = __any_sync(~0u, far_bits(raw.scales[0]) | far_bits(raw.scales[1]));
-        to_f16_half(0, raw, far, a[0]);
-      } else {
-        to_bf16_half(0, raw, a[0]);
-      }
+    for (int word = part.first; word < part.last; word++, x.advance()) {
+      to_fragments<F16>(0, raw, a[0]);
       load_codes(1, raw);
-      mbar_wait(smem + kBarOperand + 8 * operands.slot, operands.parity);
-      multiply_half<F16>(0, a[0], first);
-      if (!first) free_operand();
-      if constexpr (F16) to_f16_half(1, raw, far, a[1]);
-      else to_bf16_half(1, raw, a[1]);
+      mbar_wait(x.at + kOperandFull, x.parity);
+      multiply_half<F16>(0, a[0], word == part.first);
+      if (before && first_lane) mbar_arrive(multiplied + kOperandFree);
+      before = true, multiplied = x.at;
+      to_fragments<F16>(1, raw, a[1]);
       __syncwarp();
-      if (lane == 0) mbar_arrive(smem + kBarWFree + 8 * ring.slot);
-      ring.advance();
+      if (first_lane) mbar_arrive(w.at + kWFree);
+      w.advance();
       if (word + 1 < part.last) load_stage(raw);
-      multiply_half<F16>(1, a[1], first);
+      multiply_half<F16>(1, a[1], false);
     }
     wgmma_wait<0>();
     pin(acc);
-    free_operand();
+    if (before && first_lane) mbar_arrive(multiplied + kOperandFree);
   }
 
   // In f16, or else again in bf16. Returns the sums' unit.
@@ -179,7 +157,8 @@ struct Math {
   static constexpr int kChunk = kOwn < 4 ? kOwn : 4, kPart = kOwn / kParts;
   // Where `rank`'s sums are among those that `at` gets.
   DEVICE u32 others(u32 rank, u32 at) const {
-    return (rank - (rank > at)) * kSumBytes + threadIdx.x * 4 * kChunk;
+    const u32 i = kSplit == 2 ? 0 : rank - (rank > at);
+    return i % kXStages * kXBytes + i / kXStages * kSumBytes + threadIdx.x * 4 * kChunk;
   }
 
   DEVICE void send_part(int i) const {
