@@ -94,7 +94,8 @@ def differ(first: list[torch.Tensor], second: list[torch.Tensor]) -> torch.Tenso
     found = []
     for pair in zip(first, second, strict=True):
         one, other = map(_words, pair)
-        one, other = (one, other) if one.dtype == other.dtype else pair
+        if (one.shape, one.dtype) != (other.shape, other.dtype):  # one of them is no row of words
+            one, other = pair
         found.append((one != other).any())
     return reduce(or_, found) if found else torch.tensor(False)
 

@@ -349,7 +349,7 @@ def test_equal_numbers_of_another_size_are_other_bits() -> None:
 
 @pytest.mark.parametrize("start", [0, 1, 4])
 @pytest.mark.parametrize("size", [1, 8, 24, 27])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
 def test_one_bit_anywhere_is_a_difference(start: int, size: int, dtype: torch.dtype) -> None:
     """Whether memory divides into words or not, and beside a clone that lies closer."""
     bits = torch.arange(64).to(dtype)[start : start + size]
