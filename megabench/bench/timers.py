@@ -153,8 +153,9 @@ class EventTimer:
     def take(self, n: int) -> list[float]:
         self._pairs += [_Pair() for _ in range(n - len(self._pairs))]
         taken = _timed(self.samples(n), self._pairs, self._cycles)
-        ahead = self._launches[0].graph is not None and min(taken, default=0.0) >= AHEAD_US
-        self._cycles = 0 if ahead else NEXT_SPIN_CYCLES
+        # Not by a sample alone: a graph's first may take ten times as long as those after it.
+        long = len(taken) > 1 and min(taken) >= AHEAD_US
+        self._cycles = 0 if long and self._launches[0].graph is not None else NEXT_SPIN_CYCLES
         return taken
 
     def samples(self, n: int) -> list[Sample]:
@@ -195,13 +196,15 @@ def graph_timer(
     runs: list[Run], column: str, sweep: Callable[[], object] | None = None, note: str = ""
 ) -> EventTimer:
     """Capture each run and time its replays; eager launches, and the reason, where that fails."""
-    spaced = "L2 sweep before each, host ahead" if sweep is not None else "host ahead"
+    swept = sweep is not None
     try:
         pool = torch.cuda.graph_pool_handle()
         launches = [capture(run, pool, WARM_UPS if i == 0 else 1) for i, run in enumerate(runs)]
+        spaced = "L2 sweep before each, host ahead" if swept else "host ahead"
         method = f"CUDA graph replay, event pair, {spaced}"
     except CaptureError as error:
         launches = [Launch(run, None) for run in runs]
+        spaced = "L2 sweep and spin before each" if swept else "spin before each"
         method = f"eager launches, event pair, {spaced}"
         note = "; ".join(filter(None, (note, f"graph capture failed: {error}")))
     return EventTimer(launches, method, f"{column}; {note}" if note else column, sweep)
