@@ -25,7 +25,7 @@ def checked_run() -> Run:
 
 def test_a_run_says_where_its_time_went_in_all_and_for_a_row() -> None:
     page = render(checked_run())
-    assert "validation 1.25, set-up 2.50, samples 0.500, overhead 0.375" in page
+    assert "validation 1.25, set-up 2.50, timed runs 0.500, overhead 0.375" in page
     total, longest = '<td class="num">5.00</td>', '<td class="num">2.50</td>'
     assert f'<tr><th scope="row">set-up</th>{total}{longest}</tr>' in page
     assert "Where the time went" not in render(bench_run())
