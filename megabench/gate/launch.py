@@ -59,7 +59,8 @@ class Processes:
     def _run(self, folder: Path, cases: Sequence[str], extra: Sequence[str]) -> int:
         worst = 0
         extra = [word for word in extra if word not in self.arguments]
-        for _ in range(self.count):
+        for number in range(1, self.count + 1):
+            say(f"process {number} of {self.count}")
             words = ["bench", *cases, *self.arguments, *extra, "--out", str(folder)]
             code = self.launch(words)
             if code < 0 or code in UNUSABLE:

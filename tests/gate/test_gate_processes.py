@@ -148,6 +148,15 @@ def test_a_run_that_is_not_slower_is_not_run_again(tmp_path: Path) -> None:
     ]
 
 
+def test_each_process_is_announced_by_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench(tmp_path, Launches(rows(BASE))).run()
+    said = capsys.readouterr()
+    assert said.err.splitlines() == [f"process {n} of 5" for n in range(1, 6)]
+    assert said.out == ""
+
+
 @pytest.mark.parametrize(
     ("again", "verdict", "code"), [(SLOWER, "SLOWER", 1), (BASE, "AMBIGUOUS", 3)]
 )
