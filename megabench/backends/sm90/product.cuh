@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mxfp8.cuh"
+#include "ring.cuh"
 #include "wgmma_registers.cuh"
 
 #ifndef TOKENS
@@ -56,15 +57,6 @@ constexpr u32 kBarOthers = kSmemW + kWStages * kWBytes, kAgain = kBarOthers + 8 
 constexpr int kFullArrivals = 33;  // on a full barrier: a lane for the boxes, each for its scales
 static_assert(kSmemBytes <= kSharedBytes, "an SM gives a CTA 227 KB");
 
-// A place in a ring: a stage's address, and the parity of its use.
-template <u32 Begin, int Stages, u32 Bytes> struct Place {
-  u32 at, parity = 0, begin;
-  DEVICE explicit Place(u32 smem) : at(smem + Begin), begin(at) {}
-  DEVICE void advance() {
-    at += Bytes;
-    if (at == begin + Stages * Bytes) at = begin, parity ^= 1;
-  }
-};
 using XPlace = Place<0, kXStages, kXBytes>;
 using WPlace = Place<kSmemW, kWStages, kWBytes>;
 
@@ -129,13 +121,3 @@ DEVICE void fence_barriers() {
 // Rows that a quarter of a warp reads lie four apart: the swizzle puts their halves into different
 // banks.
 DEVICE int spread(int row) { return (row & 1) << 2 | row >> 1; }
-
-// Has a value stay in its register: it is not computed anew where it is used.
-DEVICE void keep(u32& v) { asm volatile("" : "+r"(v)); }
-// One thread of the warp.
-DEVICE bool elected() {
-  u32 one;
-  asm volatile(
-      "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
-  return one != 0;
-}

@@ -151,6 +151,16 @@ DEVICE int lane_id() {
   return __shfl_sync(~0u, lane, lane);
 }
 
+// One thread of the warp, all of which must be here.
+DEVICE bool elected() {
+  u32 one;
+  asm volatile(
+      "{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(one));
+  return one != 0;
+}
+// Has a value stay in its register: it is not computed anew where it is used.
+DEVICE void keep(u32& v) { asm volatile("" : "+r"(v)); }
+
 DEVICE int load_global(const int* p) {
   int v;
   asm volatile("ld.global.nc.s32 %0, [%1];" : "=r"(v) : "l"(p));

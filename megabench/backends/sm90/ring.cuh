@@ -13,6 +13,17 @@ template <int Slots> struct Ring {
   }
 };
 
+// The same as a stage's address, for rings whose stages hold their barriers: one register finds it all.
+// `Begin` is the ring's offset in shared memory, `Bytes` a stage's length.
+template <u32 Begin, int Stages, u32 Bytes> struct Place {
+  u32 at, parity = 0, begin;
+  DEVICE explicit Place(u32 smem) : at(smem + Begin), begin(at) {}
+  DEVICE void advance() {
+    at += Bytes;
+    if (at == begin + Stages * Bytes) at = begin, parity ^= 1;
+  }
+};
+
 // Counts this thread's earlier copies on `bar` when they have landed.
 DEVICE void arrive_after_copies(u32 bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
