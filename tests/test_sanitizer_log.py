@@ -135,6 +135,7 @@ def test_every_lane_arrives_and_the_counts_match(monkeypatch: pytest.MonkeyPatch
         assert "mbar_arrive(" in text
         assert not re.search(r"if \([^;{]*(lane|% 32)[^;{]*\)\s*\{?\s*mbar_arrive\(", text)
         assert "32 * (" in text
+        assert "kFactorsArrive = 32;" in text  # beside one thread, on the same barrier
 
 
 def test_an_elected_lane_of_another_form_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

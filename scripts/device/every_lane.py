@@ -19,8 +19,10 @@ ELECTED = re.compile(
 LEFT = re.compile(r"if \([^;{]*(?:lane|% 32)[^;{]*\)\s*\{?\s*mbar_arrive\(")
 """An arrival that is still some lanes' alone."""
 INIT = re.compile(r"mbar_init\((?P<bar>[^;]*), (?P<count>[^,;]+)\);")
-BY_THREADS = ("1", "kGroup", "kRoleThreads", "kFullArrivals")
-"""Counts of barriers on which threads arrive for themselves."""
+BY_THREADS = ("1", "kGroup", "kRoleThreads", "kFullArrivals", "kLanes")
+"""Counts of barriers on which threads arrive for themselves, or part of them does: the others'
+number is a constant."""
+PART = "kFactorsArrive = 1;"
 BY_WARPS = re.compile(r"(\d|kRowGroups|kConvertGroups|[ *+()])+")
 """Counts of barriers on which a lane arrives for its warp."""
 
@@ -44,7 +46,7 @@ def every_lane(source: str) -> str:
             raise ValueError(f"who arrives on a barrier of {found['count']}, threads or warps?")
         return f"mbar_init({found['bar']}, {WARP} * ({found['count']}));"
 
-    changed = INIT.sub(init, ELECTED.sub(arrive, source))
+    changed = INIT.sub(init, ELECTED.sub(arrive, source)).replace(PART, PART.replace("1", f"{WARP}"))
     if left := LEFT.search(changed):
         raise ValueError(f"which lanes arrive here? {left[0]}")
     return changed

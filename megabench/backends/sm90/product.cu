@@ -6,13 +6,18 @@
 // operand and are converted into shared memory. Warpgroups, over rings of stages of 128 columns:
 //
 //   math x 2   codes -> fragments, wgmma; 64 rows each      WFull, OperandFull -> WFree, OperandFree
-//   convert    activations' codes -> operand                XFull, OperandFree -> OperandFull, XFree
-//   load       two warps for each ring: boxes of codes by   XFree, WFree -> XFull, WFull
-//              the copy engine; scales, made factors
+//   convert    activations' codes -> operand                XFull, OperandFree -> OperandFull
+//   load       two warps, a ring each: boxes of codes by    OperandFull, WFree -> Copied; part of
+//              the copy engine, scales                      XFull, WFull
+//              two warps, a side each: scales -> factors    Copied -> the rest
 //
-// Beside wgmma every other instruction takes 3 to 4 cycles of its scheduler, so the loops of the first
-// two have few but conversions: a stage's address is all they keep of a ring, and scales come to them
-// as factors. One that f16 has no room for (mxfp8.cuh) is replaced where all its codes are zeros.
+// Of a stage's 1,350 cycles shared memory moves 128 bytes in 1,280, and beside wgmma every other
+// instruction takes 3 to 4 cycles of its scheduler. So the loops of the first two have few but
+// conversions: a stage's address is all they keep of a ring, scales come to them as factors, two
+// convert warpgroups take stages in turn. And code that runs once is fetched for it, at several
+// cycles an instruction: it is short where it can be.
+//
+// A scale that f16 has no room for (mxfp8.cuh) is replaced where all its codes are zeros.
 // Where they are not, a flag sends all roles over the columns again, in bf16, which has room.
 //
 // A CTA has one tile; with few tiles a cluster of kSplit CTAs shares a tile's columns, and each

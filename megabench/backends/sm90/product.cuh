@@ -38,13 +38,14 @@ struct Params {
 // ---- shared memory, bytes: two rings of stages of 128 columns. A stage holds its barriers, too, so
 // that one place in a register finds it all.
 constexpr int kXStages = kWide ? 3 : 4, kWStages = 4;
-// Activations: wgmma's operand [2][tokens][64] and their codes, both swizzled, scales
+// Activations: wgmma's operand [2][tokens][64] and their codes, both swizzled; scales, a byte for 32
+// columns: [4][16][tokens / 16], so that those of every 16th token are neighbours
 constexpr u32 kXCodes = kTokens * kColumns * 2, kXScales = kXCodes + kTokens * kColumns,
-              kXFull = kXScales + 512, kXFree = kXFull + 8, kOperandFull = kXFull + 16,
+              kXFull = kXScales + 512, kXCopied = kXFull + 8, kOperandFull = kXFull + 16,
               kOperandFree = kXFull + 24, kXBytes = kXScales + 1024;
-// The weight: codes, swizzled, scales
-constexpr u32 kWScales = kRows * kColumns, kWFull = kWScales + 512, kWFree = kWFull + 8,
-              kWBytes = kWScales + 1024;
+// The weight: codes, swizzled, scales, a word a row
+constexpr u32 kWScales = kRows * kColumns, kWFull = kWScales + 512, kWCopied = kWFull + 8,
+              kWFree = kWFull + 16, kWBytes = kWScales + 1024;
 constexpr u32 kSmemW = kXStages * kXBytes;
 // Afterwards, in the activations' stages: what the other ranks of a cluster have of the sums that a
 // rank adds and stores, kOwn of each thread of the math warps, in kParts parts with a barrier each.
@@ -54,7 +55,9 @@ static_assert(kSplit == 1 || ((kSplit - 2) / kXStages + 1) * kSumBytes <= kXScal
               "sums leave the stages' barriers alone");
 constexpr u32 kBarOthers = kSmemW + kWStages * kWBytes, kAgain = kBarOthers + 8 * kParts,
               kSmemBytes = kAgain + 8;
-constexpr int kFullArrivals = 33;  // on a full barrier: a lane for the boxes, each for its scales
+constexpr int kLanes = 32;
+constexpr int kFactorsArrive = 1;  // a lane of the warp that makes factors
+constexpr int kFullArrivals = 1 + kFactorsArrive;  // and one for the boxes
 static_assert(kSmemBytes <= kSharedBytes, "an SM gives a CTA 227 KB");
 
 using XPlace = Place<0, kXStages, kXBytes>;

@@ -17,6 +17,11 @@ template <int N> DEVICE void send(u32 to, const float* v, u32 bar) {
     asm volatile(SEND ".f32 [%0], %1, [%2];" ::"r"(to), "f"(v[0]), "r"(bar) : "memory");
 }
 
+template <int By, int N> DEVICE void move_down(float (&v)[N]) {
+#pragma unroll
+  for (int i = 0; i + By < N; i++) v[i] = v[i + By];
+}
+
 struct Math {
   const Params& p;
   const u8* mem;
@@ -82,7 +87,6 @@ struct Math {
   DEVICE void init_barriers() const {
     if (threadIdx.x == 0) {
       for (u32 at = smem; at < smem + kXStages * kXBytes; at += kXBytes) {
-        mbar_init(at + kOperandFull, 4 * kConvertGroups);
         mbar_init(at + kOperandFree, 4 * kRowGroups);
       }
       for (int i = 0; i < kParts; i++) {
@@ -155,39 +159,63 @@ struct Math {
   // rows of a token are neighbours.
   static DEVICE constexpr int place(int i) { return i / 4 * 4 + i % 2 * 2 + i / 2 % 2; }
   static constexpr int kChunk = kOwn < 4 ? kOwn : 4, kPart = kOwn / kParts;
+  using Own = float[kOwn];
   // Where `rank`'s sums are among those that `at` gets.
   DEVICE u32 others(u32 rank, u32 at) const {
     const u32 i = kSplit == 2 ? 0 : rank - (rank > at);
     return i % kXStages * kXBytes + i / kXStages * kSumBytes + threadIdx.x * 4 * kChunk;
   }
 
-  DEVICE void send_part(int i) const {
+  template <int N> DEVICE void send_to(u32 rank, const float (&sums)[N]) const {
+    const u32 at = map_to_rank(smem + others(part.rank, rank), rank);
+    const u32 bar = map_to_rank(smem + kBarOthers, rank);
 #pragma unroll
-    for (u32 to = 0; to < kSplit; to++) {
-      float v[kPart];
+    for (int e = 0; e < kOwn; e += kChunk)
+      send<kChunk>(at + e * 4 * kMathThreads, sums + e, bar + e / kPart * 8);
+  }
+  // Sends others theirs, and returns this rank's.
+  DEVICE void share_out(Own& own) const {
+    float sums[kTokens / 2];
 #pragma unroll
-      for (int e = 0; e < kPart; e++) v[e] = acc[place(to * kOwn + i * kPart + e)];
-      if (to == part.rank) continue;
-      const u32 at = map_to_rank(smem + others(part.rank, to), to) + i * kPart * 4 * kMathThreads;
-      const u32 bar = map_to_rank(smem + kBarOthers + 8 * i, to);
+    for (int i = 0; i < kTokens / 2; i++) sums[i] = acc[place(i)];
+    constexpr int kAtOnce = kSplit == 2 ? 2 : 1;
+#pragma unroll kAtOnce
+    for (u32 rank = 0; rank < kSplit; rank++) {
+      if (rank != part.rank) {
+        send_to(rank, sums);
+      } else {
 #pragma unroll
-      for (int e = 0; e < kPart; e += kChunk) send<kChunk>(at + e * 4 * kMathThreads, v + e, bar);
+        for (int e = 0; e < kOwn; e++) own[e] = sums[e];
+      }
+      move_down<kOwn>(sums);
     }
   }
-  // Adds all ranks' sums of a chunk, in their order.
-  DEVICE void add_chunk(int e, const float (&own)[kOwn], float (&total)[kChunk]) const {
+  // Adds all ranks' sums of a chunk, in their order, which makes no difference to two. `e`: its
+  // place among the CTA's.
+  DEVICE void add_chunk(int e, const float* own, float (&total)[kChunk]) const {
+    struct alignas(4 * kChunk) Chunk {
+      float v[kChunk];
+    };
+    const auto theirs = [&](u32 rank) {
+      return *(const Chunk*)(mem + others(rank, part.rank) + e * 4 * kMathThreads);
+    };
+    Chunk other = {};
+    if (kSplit == 2) other = theirs(part.rank ^ 1);
+#pragma unroll
+    for (int k = 0; k < kChunk; k++) total[k] = kSplit <= 2 ? own[k] + other.v[k] : 0.f;
+    if (kSplit <= 2) return;
 #pragma unroll
     for (u32 rank = 0; rank < kSplit; rank++) {
-      const float* theirs =
-          (const float*)(mem + others(rank, part.rank) + e * 4 * kMathThreads);
+      if (rank != part.rank) other = theirs(rank);
 #pragma unroll
-      for (int k = 0; k < kChunk; k++)
-        total[k] += rank == part.rank ? own[e + k] : theirs[k];
+      for (int k = 0; k < kChunk; k++) total[k] += rank == part.rank ? own[k] : other.v[k];
     }
   }
-  // `out`: of the lane's two rows and first token.
-  DEVICE void store_chunk(int e, const float (&total)[kChunk], float unit, u16* out) const {
-    const int first = part.rank * kOwn, live = p.o.tokens - first_token();
+  // `out`: of the lane's two rows and the part's first token; `live` tokens are there. `e`: a
+  // chunk's place in the part.
+  DEVICE void store_chunk(int e, const float (&total)[kChunk], float unit, u16* out,
+                          int live) const {
+    const int first = part.rank * kOwn;
 #pragma unroll
     for (int k = 0; k < kChunk; k += 2) {
       const int at = kOwn < 4 ? first % 4 + k : e + k, token = at / 4 * 8 + (at >> 1 & 1);
@@ -197,32 +225,24 @@ struct Math {
       else to[first & 1] = (u16)pack_bf16(total[k] * unit, 0);
     }
   }
-  DEVICE int first_token() const { return part.token + part.rank * kOwn / 4 * 8 + 2 * col; }
-  // A part is added and stored while the next ones arrive.
+  // A part is added and stored while the next ones arrive. A loop, whose registers move: four parts
+  // in a row would be fetched, each for the first time.
   DEVICE void finish(float unit) const {
-    if constexpr (kSplit > 1)
-#pragma unroll
-      for (int i = 0; i < kParts; i++) send_part(i);
-    u16* out =
-        p.o.out + part.group * p.o.out_group + first_token() * p.o.out_token + part.row + row;
-    float own[kOwn] = {};
-#pragma unroll
-    for (u32 rank = 0; rank < kSplit; rank++)
-#pragma unroll
-      for (int e = 0; e < kOwn; e++) {
-        float sum = acc[place(rank * kOwn + e)];
-        asm volatile("" : "+f"(sum));  // or the compiler would index registers
-        own[e] = rank == part.rank ? sum : own[e];
-      }
-#pragma unroll
-    for (int i = 0; i < kParts; i++) {
+    Own own;
+    share_out(own);
+    const int first_token = part.token + part.rank * kOwn / 4 * 8 + 2 * col;
+    u16* out = p.o.out + part.group * p.o.out_group + first_token * p.o.out_token + part.row + row;
+    int live = p.o.tokens - first_token;
+#pragma unroll 1
+    for (int i = 0; i < kParts; i++, out += 2 * kPart * p.o.out_token, live -= 2 * kPart) {
       if constexpr (kSplit > 1) mbar_wait(smem + kBarOthers + 8 * i, 0);
 #pragma unroll
-      for (int e = i * kPart; e < (i + 1) * kPart; e += kChunk) {
-        float total[kChunk] = {};
-        add_chunk(e, own, total);
-        store_chunk(e, total, unit, out);
+      for (int e = 0; e < kPart; e += kChunk) {
+        float total[kChunk];
+        add_chunk(i * kPart + e, own + e, total);
+        store_chunk(e, total, unit, out, live);
       }
+      move_down<kPart>(own);
     }
   }
 };

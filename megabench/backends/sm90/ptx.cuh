@@ -123,6 +123,24 @@ DEVICE void store_shared(u32 a, u32 v) {
 DEVICE void load_shared2(u32 a, u32& x, u32& y) {
   asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(a) : "memory");
 }
+// 1, 2, 4 or 8 bytes
+template <int Bytes> DEVICE void load_bytes(u32 a, u32 (&v)[2]) {
+  if constexpr (Bytes == 1) v[0] = load_shared_byte(a);
+  else if constexpr (Bytes == 2)
+    asm volatile("{\n.reg .b16 h;\nld.shared.b16 h, [%1];\ncvt.u32.u16 %0, h;\n}"
+                 : "=r"(v[0])
+                 : "r"(a)
+                 : "memory");
+  else if constexpr (Bytes == 4) v[0] = load_shared(a);
+  else load_shared2(a, v[0], v[1]);
+}
+// 1, 2 or 4 bytes
+template <int Bytes> DEVICE void store_bytes(u32 a, u32 v) {
+  if constexpr (Bytes == 1) asm volatile("st.shared.u8 [%0], %1;" ::"r"(a), "r"(v) : "memory");
+  else if constexpr (Bytes == 2)
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(a), "h"((u16)v) : "memory");
+  else store_shared(a, v);
+}
 DEVICE void load_shared4(u32 a, u32* v) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
