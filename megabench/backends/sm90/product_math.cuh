@@ -200,15 +200,19 @@ struct Math {
       return *(const Chunk*)(mem + others(rank, part.rank) + e * 4 * kMathThreads);
     };
     Chunk other = {};
-    if (kSplit == 2) other = theirs(part.rank ^ 1);
+    if constexpr (kSplit <= 2) {
+      if (kSplit == 2) other = theirs(part.rank ^ 1);
 #pragma unroll
-    for (int k = 0; k < kChunk; k++) total[k] = kSplit <= 2 ? own[k] + other.v[k] : 0.f;
-    if (kSplit <= 2) return;
+      for (int k = 0; k < kChunk; k++) total[k] = own[k] + other.v[k];
+    } else {
 #pragma unroll
-    for (u32 rank = 0; rank < kSplit; rank++) {
-      if (rank != part.rank) other = theirs(rank);
+      for (int k = 0; k < kChunk; k++) total[k] = 0;
 #pragma unroll
-      for (int k = 0; k < kChunk; k++) total[k] += rank == part.rank ? own[k] : other.v[k];
+      for (u32 rank = 0; rank < kSplit; rank++) {
+        if (rank != part.rank) other = theirs(rank);
+#pragma unroll
+        for (int k = 0; k < kChunk; k++) total[k] += rank == part.rank ? own[k] : other.v[k];
+      }
     }
   }
   // `out`: of the lane's two rows and the part's first token; `live` tokens are there. `e`: a
