@@ -50,11 +50,14 @@ constexpr u32 kSmemW = kXStages * kXBytes;
 // Afterwards, in the activations' stages: what the other ranks of a cluster have of the sums that a
 // rank adds and stores, kOwn of each thread of the math warps, in kParts parts with a barrier each.
 constexpr int kOwn = kTokens / 2 / kSplit, kParts = kOwn >= 16 ? 4 : 1;
-constexpr u32 kSumBytes = kOwn * 4 * kMathThreads;
+constexpr u32 kSumBytes = kOwn * 4 * kMathThreads, kPartBytes = kSumBytes / kParts;
+// The first part of two ranks has a place that is nothing else's: it is sent before they meet.
+constexpr bool kEarly = kSplit == 2 && kParts > 1;
 static_assert(kSplit == 1 || ((kSplit - 2) / kXStages + 1) * kSumBytes <= kXScales,
               "sums leave the stages' barriers alone");
 constexpr u32 kBarOthers = kSmemW + kWStages * kWBytes, kAgain = kBarOthers + 8 * kParts,
-              kSmemBytes = kAgain + 8;
+              kFirstPart = (kAgain + 8 + 15) / 16 * 16,
+              kSmemBytes = kFirstPart + (kEarly ? kPartBytes : 0);
 constexpr int kLanes = 32;
 constexpr int kFactorsArrive = 1;  // a lane of the warp that makes factors
 constexpr int kFullArrivals = 1 + kFactorsArrive;  // and one for the boxes
@@ -96,9 +99,11 @@ DEVICE void ask_again(u32 smem) {
 }
 // All roles of the cluster are through with their columns. Whether to go over them again: warps
 // that asked tell all ranks. The barrier orders no stores, which would take 600 cycles more.
-DEVICE bool again(u32 smem) {
+// `before` runs when all ranks are there, and not yet through.
+template <class Before> DEVICE bool again(u32 smem, Before before) {
   if constexpr (kSplit > 1) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // of meet()
+    before();
     if (load_shared(smem + kAgain) != 0) {
 #pragma unroll 1
       for (u32 rank = 0; rank < kSplit; rank++)
@@ -113,6 +118,10 @@ DEVICE bool again(u32 smem) {
     bar_sync(kBarAll, kThreads);
   }
   return load_shared(smem + kAgain) != 0;
+}
+
+DEVICE bool again(u32 smem) {
+  return again(smem, [] {});
 }
 
 // Barriers that this thread initialised exist for the copy engine and the cluster.

@@ -92,7 +92,7 @@ struct Math {
       for (int i = 0; i < kParts; i++) {
         mbar_init(smem + kBarOthers + 8 * i, 1);
         if (kSplit > 1)
-          mbar_arrive_expect(smem + kBarOthers + 8 * i, (kSplit - 1) * kSumBytes / kParts);
+          mbar_arrive_expect(smem + kBarOthers + 8 * i, (kSplit - 1) * kPartBytes);
       }
       store_shared(smem + kAgain, 0);
       fence_barriers();
@@ -140,7 +140,7 @@ struct Math {
     if (before && first_lane) mbar_arrive(multiplied + kOperandFree);
   }
 
-  // In f16, or else again in bf16. Returns the sums' unit.
+  // In f16, or else again in bf16. Returns the sums' unit. The first part has been sent then.
   DEVICE float multiply_all() {
     const bool any = part.first < part.last;
     if (any) {
@@ -149,9 +149,14 @@ struct Math {
 #pragma unroll
       for (int i = 0; i < kTokens / 2; i++) acc[i] = 0;
     }
-    if (!again(smem)) return kUnitOfProducts;
+    if (!again(smem, [&] { send_early(); })) return kUnitOfProducts;
+    if (kEarly && threadIdx.x == 0) {  // the first part comes again
+      mbar_wait(smem + kBarOthers, 0);
+      mbar_arrive_expect(smem + kBarOthers, kPartBytes);
+    }
     if (any) multiply<false>();
     if constexpr (kSplit > 1) cluster_meet();  // no rank reads operands any more
+    send_early();
     return 1;
   }
 
@@ -166,12 +171,22 @@ struct Math {
     return i % kXStages * kXBytes + i / kXStages * kSumBytes + threadIdx.x * 4 * kChunk;
   }
 
-  template <int N> DEVICE void send_to(u32 rank, const float (&sums)[N]) const {
-    const u32 at = map_to_rank(smem + others(part.rank, rank), rank);
+  // Chunks from `From` to `To` of those that are `rank`'s.
+  template <int From, int To, int N>
+  DEVICE void send_to(u32 rank, u32 at, const float (&sums)[N]) const {
+    at = map_to_rank(smem + at, rank);
     const u32 bar = map_to_rank(smem + kBarOthers, rank);
 #pragma unroll
-    for (int e = 0; e < kOwn; e += kChunk)
+    for (int e = From; e < To; e += kChunk)
       send<kChunk>(at + e * 4 * kMathThreads, sums + e, bar + e / kPart * 8);
+  }
+  DEVICE void send_early() const {
+    if constexpr (kEarly) {
+      float sums[kPart];
+#pragma unroll
+      for (int e = 0; e < kPart; e++) sums[e] = part.rank ? acc[place(e)] : acc[place(kOwn + e)];
+      send_to<0, kPart>(part.rank ^ 1, kFirstPart + threadIdx.x * 16, sums);
+    }
   }
   // Sends others theirs, and returns this rank's.
   DEVICE void share_out(Own& own) const {
@@ -182,7 +197,7 @@ struct Math {
 #pragma unroll kAtOnce
     for (u32 rank = 0; rank < kSplit; rank++) {
       if (rank != part.rank) {
-        send_to(rank, sums);
+        send_to<kEarly ? kPart : 0, kOwn>(rank, others(part.rank, rank), sums);
       } else {
 #pragma unroll
         for (int e = 0; e < kOwn; e++) own[e] = sums[e];
@@ -197,7 +212,8 @@ struct Math {
       float v[kChunk];
     };
     const auto theirs = [&](u32 rank) {
-      return *(const Chunk*)(mem + others(rank, part.rank) + e * 4 * kMathThreads);
+      const u32 at = kEarly && e < kPart ? kFirstPart + threadIdx.x * 16 : others(rank, part.rank);
+      return *(const Chunk*)(mem + at + e * 4 * kMathThreads);
     };
     Chunk other = {};
     if constexpr (kSplit <= 2) {
@@ -232,6 +248,7 @@ struct Math {
   // A part is added and stored while the next ones arrive. A loop, whose registers move: four parts
   // in a row would be fetched, each for the first time.
   DEVICE void finish(float unit) const {
+    const bool second = unit == 1;
     Own own;
     share_out(own);
     const int first_token = part.token + part.rank * kOwn / 4 * 8 + 2 * col;
@@ -239,7 +256,7 @@ struct Math {
     int live = p.o.tokens - first_token;
 #pragma unroll 1
     for (int i = 0; i < kParts; i++, out += 2 * kPart * p.o.out_token, live -= 2 * kPart) {
-      if constexpr (kSplit > 1) mbar_wait(smem + kBarOthers + 8 * i, 0);
+      if constexpr (kSplit > 1) mbar_wait(smem + kBarOthers + 8 * i, kEarly && i == 0 && second);
 #pragma unroll
       for (int e = 0; e < kPart; e += kChunk) {
         float total[kChunk];
