@@ -46,7 +46,9 @@ def every_lane(source: str) -> str:
             raise ValueError(f"who arrives on a barrier of {found['count']}, threads or warps?")
         return f"mbar_init({found['bar']}, {WARP} * ({found['count']}));"
 
-    changed = INIT.sub(init, ELECTED.sub(arrive, source)).replace(PART, PART.replace("1", f"{WARP}"))
+    changed = INIT.sub(init, ELECTED.sub(arrive, source)).replace(
+        PART, PART.replace("1", f"{WARP}")
+    )
     if left := LEFT.search(changed):
         raise ValueError(f"which lanes arrive here? {left[0]}")
     return changed
