@@ -146,6 +146,8 @@ def test_an_elected_lane_of_another_form_is_an_error(monkeypatch: pytest.MonkeyP
     assert every_lane(both).replace(" ", "") == "{\nmbar_arrive(a);\nmbar_arrive(b);\n}"
     with pytest.raises(ValueError, match="which lanes arrive here"):
         every_lane("if (lane_id() % 32 == kFirst) mbar_arrive(a);")
+    with pytest.raises(ValueError, match="how many lanes arrive"):
+        every_lane("constexpr int kFactorsArrive = 2;")
 
 
 def test_late_warps_sleep_before_they_arrive_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,8 @@ HARD_TIMEOUT = 4
 MIN_PAIRS = 8
 """Rounds that arms compared with each other take at least, time permitting."""
 BOOTSTRAP_DRAWS = 1000
+LEVEL = 0.95
+"""Of an interval: the share of draws that lie in it."""
 MAD_TO_SIGMA = 1.4826
 """sigma = 1.4826 * MAD for a normal distribution."""
 MEDIAN_EFFICIENCY = math.sqrt(math.pi / 2)
@@ -223,12 +225,12 @@ def quantile(ordered: Sequence[float], share: float) -> float:
     return float(ordered[low] + (place - low) * (ordered[high] - ordered[low]))
 
 
-def bootstrap_median(values: Sequence[float], *, level: float = 0.95, seed: int = 0) -> Interval:
+def bootstrap_median(values: Sequence[float], *, seed: int = 0) -> Interval:
     """Percentile bootstrap interval of the median; the same values and seed give the same one."""
     data = np.sort(np.asarray(values, dtype=np.float64))
     medians = np.sort(data[_median_ranks(data.size, seed)].mean(axis=1)).tolist()
-    tail = (1 - level) / 2
-    return Interval(low=quantile(medians, tail), high=quantile(medians, 1 - tail), level=level)
+    tail = (1 - LEVEL) / 2
+    return Interval(low=quantile(medians, tail), high=quantile(medians, 1 - tail), level=LEVEL)
 
 
 @lru_cache

@@ -20,8 +20,7 @@ LEFT = re.compile(r"if \([^;{]*(?:lane|% 32)[^;{]*\)\s*\{?\s*mbar_arrive\(")
 """An arrival that is still some lanes' alone."""
 INIT = re.compile(r"mbar_init\((?P<bar>[^;]*), (?P<count>[^,;]+)\);")
 BY_THREADS = ("1", "kGroup", "kRoleThreads", "kFullArrivals", "kLanes")
-"""Counts of barriers on which threads arrive for themselves, or part of them does: the others'
-number is a constant."""
+"""Counts of barriers on which threads arrive for themselves; of kFullArrivals, a warp has PART."""
 PART = "kFactorsArrive = 1;"
 BY_WARPS = re.compile(r"(\d|kRowGroups|kConvertGroups|[ *+()])+")
 """Counts of barriers on which a lane arrives for its warp."""
@@ -49,6 +48,8 @@ def every_lane(source: str) -> str:
     changed = INIT.sub(init, ELECTED.sub(arrive, source)).replace(
         PART, PART.replace("1", f"{WARP}")
     )
+    if PART.split()[0] in changed and PART.replace("1", f"{WARP}") not in changed:
+        raise ValueError(f"how many lanes arrive where {PART} was?")
     if left := LEFT.search(changed):
         raise ValueError(f"which lanes arrive here? {left[0]}")
     return changed

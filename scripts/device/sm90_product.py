@@ -232,14 +232,15 @@ def check() -> bool:
         for tokens in (3, 20, 128, 300):
             call = make_call(tokens, 4, far_weight, shift=-shift)
             good &= compare(f"{tokens} tokens, weight x 2^{shift}", call, backend)
-    for tokens, groups in ((11, 8), (77, 8), (128, 8), (16, 1), (100, 1), (30, 2), (200, 8)):
+    second_pass = ((11, 8), (50, 8), (77, 8), (128, 8), (128, 3), (16, 1), (100, 1), (30, 2), (200, 8))
+    for tokens, groups in second_pass:
         part = (w[0][:groups], w[1][:groups])
         for name, x_edit, w_edit in far_scales(COLUMNS // 32):
             call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)
             good &= compare(f"{tokens} tokens, {groups} groups, {name}", call, Sm90Backend())
     for words in UNEVEN_WORDS:
         narrow = make_weight(GROUPS, words, columns=128 * words)
-        for tokens, groups in ((12, 8), (97, 8), (100, 1)):
+        for tokens, groups in ((12, 8), (50, 8), (97, 8), (100, 1)):
             part = (narrow[0][:groups], narrow[1][:groups])
             for name, x_edit, w_edit in far_scales(4 * words):
                 call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)

@@ -7,15 +7,15 @@
 //
 //   math x 2   codes -> fragments, wgmma; 64 rows each      WFull, OperandFull -> WFree, OperandFree
 //   convert    activations' codes -> operand                XFull, OperandFree -> OperandFull
-//   load       two warps, a ring each: boxes of codes by    OperandFull, WFree -> Copied; part of
-//              the copy engine, scales                      XFull, WFull
-//              two warps, a side each: scales -> factors    Copied -> the rest
+//   load       two warps, a ring each: boxes of codes by    OperandFull, WFree -> XCopied, WCopied
+//              the copy engine, scales                      (scales), XFull, WFull (codes)
+//              two warps, a side each: scales -> factors    XCopied, WCopied -> XFull, WFull
 //
-// Of a stage's 1,350 cycles shared memory moves 128 bytes in 1,280, and beside wgmma every other
-// instruction takes 3 to 4 cycles of its scheduler. So the loops of the first two have few but
-// conversions: a stage's address is all they keep of a ring, scales come to them as factors, two
-// convert warpgroups take stages in turn. And code that runs once is fetched for it, at several
-// cycles an instruction: it is short where it can be.
+// With 128 tokens shared memory moves 128 bytes in 1,280 of a stage's 1,330 cycles, and beside
+// wgmma every other instruction takes 3 to 4 cycles of its scheduler. So the loops of the first two
+// have few but conversions: a stage's address is all they keep of a ring, scales come to them as
+// factors, and the two convert warpgroups that there are then take stages in turn. Code that runs
+// once is fetched for it, at several cycles an instruction: it is short where it can be.
 //
 // A scale that f16 has no room for (mxfp8.cuh) is replaced where all its codes are zeros.
 // Where they are not, a flag sends all roles over the columns again, in bf16, which has room.

@@ -59,7 +59,7 @@ constexpr u32 kBarOthers = kSmemW + kWStages * kWBytes, kAgain = kBarOthers + 8 
               kFirstPart = (kAgain + 8 + 15) / 16 * 16,
               kSmemBytes = kFirstPart + (kEarly ? kPartBytes : 0);
 constexpr int kLanes = 32;
-constexpr int kFactorsArrive = 1;  // a lane of the warp that makes factors
+constexpr int kFactorsArrive = 1;  // a lane of the warp that makes factors (every_lane.py: all)
 constexpr int kFullArrivals = 1 + kFactorsArrive;  // and one for the boxes
 static_assert(kSmemBytes <= kSharedBytes, "an SM gives a CTA 227 KB");
 
@@ -99,7 +99,7 @@ DEVICE void ask_again(u32 smem) {
 }
 // All roles of the cluster are through with their columns. Whether to go over them again: warps
 // that asked tell all ranks. The barrier orders no stores, which would take 600 cycles more.
-// `before` runs when all ranks are there, and not yet through.
+// `before` runs, in a cluster, when every rank has its barriers; others may be at their columns.
 template <class Before> DEVICE bool again(u32 smem, Before before) {
   if constexpr (kSplit > 1) {
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");  // of meet()

@@ -12,9 +12,10 @@ DEVICE void prefetch_line(const void* p) {
 }
 
 // Has a ring's stages filled as they come free, by one warp; again, if the roles go over the columns
-// again. `ask(word, stage)` starts the copies of codes, in one thread. The first stage is asked for
-// before the CTA meets, the others that the ring has room for `Pace` cycles apart, so that no CTA's
-// first stage is behind all of them.
+// again. `ask(word, stage)` starts the copies of codes, in one thread; `copies()` makes what copies
+// scales: their addresses are computed when the first codes are on their way. The first stage is
+// asked for before the CTA meets, the others that the ring has room for `Pace` cycles apart, so
+// that no CTA's first stage is behind all of them.
 template <int Stages, int Pace, u32 Free, class Side, class Copies, class Ask>
 DEVICE void fill(const Part& t, u32 smem, Copies copies, Ask ask) {
   const u32 start = (u32)clock();
@@ -60,15 +61,15 @@ DEVICE void prefetch_start(const Params& p, const Part& t) {
                 min(t.token + fourth, last) * o.x_scale_token + word * o.x_scale_word);
 }
 
-// One warp for activations. Tokens past the last become zeros, unread. A stage is free when it has
-// been converted.
+// One warp for activations. Tokens past the last become zeros, unread. A stage's codes and scales are
+// free when it has been converted.
 DEVICE void load_activations(const Params& p, u32 smem, const Part& t) {
   const Operands& o = p.o;
   if (lane_id() == 0) {
     for (u32 at = smem; at < smem + kXStages * kXBytes; at += kXBytes) {
       mbar_init(at + kXFull, kFullArrivals);
       mbar_init(at + kXCopied, kLanes);
-      mbar_init(at + kOperandFull, 4);
+      mbar_init(at + kOperandFull, 4);  // the warps of one convert warpgroup
     }
     fence_barriers();
   }
@@ -158,9 +159,10 @@ struct Converter {
   }
 };
 
-// All columns, to f16 or to bf16. Two convert warpgroups take stages in turn: half the handshakes.
-// Returns this warpgroup's next word. The operand's place is waited for first: then the stage's last
-// use, which was the other warpgroup's, is over, and XFull's parity can only mean this one.
+// All columns, to f16 or to bf16. Where there are two, convert warpgroups take stages in turn: half
+// the handshakes. Returns this warpgroup's next word. The operand's place is waited for first: then
+// the stage's last use, which was the other warpgroup's, is over, and XFull's parity can only mean
+// this one.
 template <bool F16>
 DEVICE int convert(const Converter& converter, int word, bool first_lane, const Part& t,
                    XPlace& x) {

@@ -140,7 +140,7 @@ struct Math {
     if (before && first_lane) mbar_arrive(multiplied + kOperandFree);
   }
 
-  // In f16, or else again in bf16. Returns the sums' unit. The first part has been sent then.
+  // In f16, or else again in bf16. Returns the sums' unit. What is sent early has been sent then.
   DEVICE float multiply_all() {
     const bool any = part.first < part.last;
     if (any) {
@@ -171,6 +171,8 @@ struct Math {
     return i % kXStages * kXBytes + i / kXStages * kSumBytes + threadIdx.x * 4 * kChunk;
   }
 
+  DEVICE u32 first_part() const { return kFirstPart + threadIdx.x * 4 * kChunk; }
+
   // Chunks from `From` to `To` of those that are `rank`'s.
   template <int From, int To, int N>
   DEVICE void send_to(u32 rank, u32 at, const float (&sums)[N]) const {
@@ -185,10 +187,10 @@ struct Math {
       float sums[kPart];
 #pragma unroll
       for (int e = 0; e < kPart; e++) sums[e] = part.rank ? acc[place(e)] : acc[place(kOwn + e)];
-      send_to<0, kPart>(part.rank ^ 1, kFirstPart + threadIdx.x * 16, sums);
+      send_to<0, kPart>(part.rank ^ 1, first_part(), sums);
     }
   }
-  // Sends others theirs, and returns this rank's.
+  // Sends others theirs, but for what was sent early, and returns this rank's.
   DEVICE void share_out(Own& own) const {
     float sums[kTokens / 2];
 #pragma unroll
@@ -212,7 +214,7 @@ struct Math {
       float v[kChunk];
     };
     const auto theirs = [&](u32 rank) {
-      const u32 at = kEarly && e < kPart ? kFirstPart + threadIdx.x * 16 : others(rank, part.rank);
+      const u32 at = kEarly && e < kPart ? first_part() : others(rank, part.rank);
       return *(const Chunk*)(mem + at + e * 4 * kMathThreads);
     };
     Chunk other = {};

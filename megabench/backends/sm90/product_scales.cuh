@@ -67,7 +67,7 @@ template <class Side> struct ScaleCopies {
 
 // A scale out of range, of codes that are all zeros, may as well be another. A function of its own:
 // in the loop that needs it, it would be fetched whether needed or not.
-__device__ __noinline__ u32 fit(u32 smem, u32 scales, const u8* block) {
+static __device__ __noinline__ u32 fit(u32 smem, u32 scales, const u8* block) {
 #pragma unroll 1
   for (int i = 0; i < 4; i++, block += 32) {
     if (!is_far(byte_of(scales, i))) continue;
