@@ -36,6 +36,11 @@ from reference.bounds import gamma
 DEVICE = torch.device("cuda")
 GROUPS, ROWS, COLUMNS = 8, 1024, 4096
 LINEARS = ((32768, 1280), (5120, 8192))
+SECOND_PASS = (
+    *((11, 8), (50, 8), (77, 8), (128, 8), (200, 8)),
+    *((128, 3), (30, 2), (16, 1), (100, 1)),
+)
+"""Tokens and groups: all widths, and clusters of 2, 4 and 8."""
 UNEVEN_WORDS = (3, 9)
 """Of columns: a cluster's CTAs get unequal numbers of them, or none."""
 POISON_CODE, POISON_SCALE = 0x7F, -1
@@ -232,8 +237,7 @@ def check() -> bool:
         for tokens in (3, 20, 128, 300):
             call = make_call(tokens, 4, far_weight, shift=-shift)
             good &= compare(f"{tokens} tokens, weight x 2^{shift}", call, backend)
-    second_pass = ((11, 8), (50, 8), (77, 8), (128, 8), (128, 3), (16, 1), (100, 1), (30, 2), (200, 8))
-    for tokens, groups in second_pass:
+    for tokens, groups in SECOND_PASS:
         part = (w[0][:groups], w[1][:groups])
         for name, x_edit, w_edit in far_scales(COLUMNS // 32):
             call = rescaled(make_call(tokens, 7, part, groups=groups), x_edit, w_edit)
