@@ -89,9 +89,12 @@ class Observed:
                 return "failed", f"{row.reason}{_share(self.rows, 'failed', total)}"
             if row.raised:
                 return "error", f"{row.reason}{_share(self.rows, 'error', total)}"
+            if broken := [s for s in row.stages if s.verdict and not s.ok]:
+                return "failed", f"{broken[0].name}: {broken[0].message or 'not ok'}"
         for m in self._measurements():
-            if m.complaint is not None and m.n > 0 and not m.rechecked:
-                return "recheck", m.complaint
+            if m.n > 0 and not m.rechecked:
+                unseen = f"{m.op} ({m.column}): its outputs after timing are not vouched for"
+                return "recheck", m.complaint or unseen
         return None
 
     def skipped(self) -> str | None:

@@ -51,8 +51,19 @@ def read_rerun(path: Path) -> list[Run]:
 
 
 def cut_short(runs: list[Run]) -> list[Run]:
-    """The processes that crashed or were interrupted before their last case."""
-    return [r for r in runs if r.end is None or r.end.exit_code == INTERRUPTED]
+    """The processes that crashed or were interrupted before their last case, or whose file has
+    fewer cases than they planned, or had written, or a torn line."""
+    return [r for r in runs if r.torn or _unended(r) or len(r.cases) < _promised(r)]
+
+
+def _unended(run: Run) -> bool:
+    return run.end is None or run.end.exit_code == INTERRUPTED
+
+
+def _promised(run: Run) -> int:
+    """Case rows that a process says it has."""
+    planned = run.header.planned if run.header else None
+    return max(planned or 0, run.end.rows if run.end else 0)
 
 
 def rows_of(runs: list[Run], rerun: list[Run]) -> int:

@@ -85,6 +85,15 @@ class RunHeader(_Model):
     """Case x backend pairs the run set out to do, so that missing rows can be seen."""
     environment: Environment
 
+    @model_validator(mode="after")
+    def _of_this_reader(self) -> Self:
+        if self.schema_version > SCHEMA_VERSION:
+            raise ValueError(
+                f"schema_version is {self.schema_version}: a later megabench wrote this, "
+                f"and this one reads {SCHEMA_VERSION}"
+            )
+        return self
+
 
 class StageResult(_Model):
     """One stage of one case, judged against the golden model."""
@@ -202,15 +211,22 @@ class Measurement(_Model):
     def _told_by_samples(self) -> Self:
         """What is judged must follow from what was measured: a row that was edited, or merged from
         two, would else be reported by one and defended by the other."""
+        what = f"{self.op} ({self.column})"
         if self.n != len(self.samples_us):
-            raise ValueError(
-                f"{self.op} ({self.column}): n is {self.n}, of another count of samples"
-            )
-        told = median(self.samples_us) if self.samples_us else self.median_us
+            raise ValueError(f"{what}: n is {self.n}, of another count of samples")
+        told = median(self.samples_us) if self.samples_us else math.nan
         if math.isfinite(told) and not math.isclose(told, self.median_us, rel_tol=1e-9):
             raise ValueError(
-                f"{self.op} ({self.column}): median_us is {self.median_us:g}, "
-                f"but the samples' is {told:g}"
+                f"{what}: median_us is {self.median_us:g}, but the samples' is {told:g}"
+            )
+        if not self.samples_us and math.isfinite(self.median_us):
+            raise ValueError(f"{what}: median_us is {self.median_us:g}, of no samples")
+        if min(self.samples_us, default=0.0) < 0:
+            raise ValueError(f"{what}: a sample is {min(self.samples_us):g} us")
+        ordered = [self.min_us, self.q1_us, self.median_us, self.q3_us]
+        if ordered != sorted(ordered) or self.mad_us < 0 or self.ci_us.low > self.ci_us.high:
+            raise ValueError(
+                f"{what}: minimum, quartiles and interval are not of one set of samples"
             )
         return self
 
@@ -262,6 +278,15 @@ class CaseResult(_Model):
     """For an error that cost the case's process; None for one that was only raised."""
     output: str = ""
     """With a cause: the end of what that process wrote to stdout and stderr."""
+
+    @model_validator(mode="after")
+    def _told_once(self) -> Self:
+        """An op told twice would count as a process more."""
+        told = [(m.op, m.column) for m in self.measurements]
+        if twice := sorted({key for key in told if told.count(key) > 1}):
+            op, column = twice[0]
+            raise ValueError(f"{self.case_id} on {self.backend} tells of {op} ({column}) twice")
+        return self
 
     @property
     def raised(self) -> bool:

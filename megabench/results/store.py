@@ -164,7 +164,8 @@ def read_run(path: str | Path) -> Run:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"])
             what = first["msg"].removeprefix("Value error, ")
-            raise StoreError(f"{file}:{number}: {where}: {what}") from error
+            parts = filter(None, (f"{file}:{number}", where, what))
+            raise StoreError(": ".join(parts)) from error
         _file_row(run, row)
     return run
 

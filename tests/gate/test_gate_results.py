@@ -50,6 +50,20 @@ def test_outputs_that_change_while_timed_are_broken() -> None:
     assert codes(result) == {("BROKEN", "recheck")}
 
 
+def test_outputs_that_nobody_vouches_for_are_broken() -> None:
+    (finding,) = compare(baseline(), processes(BASE, rechecked=False), POLICY).findings[:1]
+    assert (finding.decision.verdict, finding.decision.code) == ("BROKEN", "recheck")
+    assert "outputs after timing are not vouched for" in finding.decision.message
+
+
+def test_a_stage_that_is_not_ok_is_broken_whatever_the_case_says() -> None:
+    wrong = StageResult(name="out", ok=False, checked=9, worst=0.4, message="3 of 9 wrong")
+    runs = [*processes(BASE[:4]), run([row([measurement(BASE[4])], stages=[wrong])])]
+    result = compare(baseline(), runs, POLICY)
+    assert codes(result) == {("BROKEN", "failed")}
+    assert "3 of 9 wrong" in result.findings[0].decision.message
+
+
 def test_a_wrong_output_is_broken_though_some_samples_were_throttled() -> None:
     throttled = Telemetry(source="nvml", invalid="hardware slowdown")
     runs = processes(BASE, rechecked=False, problem="outputs differ", telemetry=throttled)

@@ -21,6 +21,8 @@ from megabench.results import (
     read_run,
 )
 
+NOT_OF_ONE_SET = "minimum, quartiles and interval are not of one set of samples"
+
 
 def case_row(worst: float | None = 0.5, **fields: object) -> CaseResult:
     row = {
@@ -122,9 +124,13 @@ def test_an_unknown_field_is_refused() -> None:
         ({"samples_us": [10.5, 11.0, 11.5]}, "step (cpu): median_us is 10, but the samples' is 11"),
         ({"median_us": 10.001}, "step (cpu): median_us is 10.001, but the samples' is 10"),
         ({"n": 4}, "step (cpu): n is 4, of another count of samples"),
+        ({"samples_us": [], "n": 0}, "step (cpu): median_us is 10, of no samples"),
+        ({"samples_us": [-9.5, 10.0, 10.5]}, "step (cpu): a sample is -9.5 us"),
+        ({"q1_us": 11.0}, f"step (cpu): {NOT_OF_ONE_SET}"),
+        ({"mad_us": -1.0}, f"step (cpu): {NOT_OF_ONE_SET}"),
     ],
 )
-def test_a_median_that_its_samples_do_not_give_is_an_error_naming_the_line(
+def test_figures_that_the_samples_do_not_give_are_an_error_naming_the_line(
     change: dict[str, object], complaint: str, tmp_path: Path
 ) -> None:
     timed = {
@@ -149,6 +155,18 @@ def test_a_median_that_its_samples_do_not_give_is_an_error_naming_the_line(
     with pytest.raises(StoreError) as found:
         read_run(path)
     assert str(found.value) == f"{path}:1: case.measurements.0: {complaint}"
+    path.write_text(json.dumps(row | {"measurements": [timed, timed]}) + "\n")
+    with pytest.raises(StoreError, match=r":1: case: .* tells of step \(cpu\) twice"):
+        read_run(path)
+
+
+def test_a_file_of_a_later_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    written = make_header("validate", ["validate"], capture_environment("cpu"), planned=1)
+    header = json.loads(written.model_dump_json())
+    path.write_text(json.dumps(header | {"schema_version": 2}) + "\n")
+    with pytest.raises(StoreError, match="schema_version is 2: a later megabench wrote this"):
+        read_run(path)
 
 
 def test_the_environment_names_the_processor_and_the_libraries() -> None:
