@@ -250,9 +250,10 @@ def _cut_short(runs: list[Run]) -> list[Finding]:
 
 def _hints(findings: list[Finding], policy: Policy) -> list[str]:
     """What to do about findings that say nothing of the code, each once."""
-    codes = {f.decision.code for f in findings}
+    codes = {f.decision.code for f in findings if f.decision.code != "missing" or f.op == WHOLE}
     hints = {
-        "few-processes": f"bench --processes {policy.processes} makes a run that can be judged",
+        "few-processes": f"bench --processes {policy.processes} makes a run that can be judged, "
+        "and a baseline that runs can be judged by",
         "environment": "to compare all the same, add fields to environment.ignore of a --policy; "
         "to start anew, take the run as the baseline",
         "missing": "to gate a part of a suite, say `missing: ignore` in a --policy",

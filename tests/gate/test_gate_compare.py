@@ -236,12 +236,19 @@ def test_a_new_time_that_cannot_be_true_is_invalid_not_new() -> None:
 
 def test_what_to_do_about_a_verdict_that_says_nothing_of_the_code_is_noted_once() -> None:
     few = compare(baseline(), processes(BASE[:2]), POLICY)
-    assert few.notes == ["few-processes: bench --processes 5 makes a run that can be judged"]
+    assert few.notes == [
+        "few-processes: bench --processes 5 makes a run that can be judged, "
+        "and a baseline that runs can be judged by"
+    ]
     elsewhere = compare(
         baseline(), [run([row([measurement(t)])], driver="590") for t in BASE], POLICY
     )
     assert [note.split(":")[0] for note in elsewhere.notes] == ["environment"]
     assert compare(baseline(), processes(BASE), POLICY).notes == []
+    two = [run([row([measurement(t), measurement(t, op="wo_a")])]) for t in BASE]
+    one_op_less = compare(baseline_of(two), processes(BASE), POLICY)
+    assert ("MISSING", "missing") in codes(one_op_less)
+    assert one_op_less.notes == []  # `missing: ignore` is of whole cases
 
 
 def test_one_throttled_process_of_six_does_not_matter() -> None:
@@ -257,7 +264,8 @@ def test_a_process_with_fewer_cases_than_it_tells_of_was_cut_short() -> None:
     whole = processes(BASE)
     for change in ({"planned": 2}, None):
         short = run([row([measurement(20.0)])])
-        assert short.header is not None and short.end is not None
+        assert short.header is not None
+        assert short.end is not None
         if change:
             short.header = short.header.model_copy(update=change)
         else:
