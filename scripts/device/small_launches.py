@@ -19,9 +19,9 @@ from unittest.mock import patch
 import attention_checks
 import decode_calls
 import op_checks
+import product_calls
 import sm90_decode
 import sm90_prefill
-import sm90_product
 import torch
 from every_lane import every_lane_sources
 
@@ -106,9 +106,9 @@ def einsum(tokens: int) -> None:
 
 def multiply(backend: TritonBackend, tokens: int) -> None:
     """The einsum of one group with few weight rows."""
-    with patch.object(sm90_product, "ROWS", EINSUM_ROWS):
-        weight = sm90_product.make_weight(1, 0)
-        call = sm90_product.make_call(tokens, 1, weight, groups=1)
+    with patch.object(product_calls, "ROWS", EINSUM_ROWS):
+        weight = product_calls.make_weight(1, 0)
+        call = product_calls.make_call(tokens, 1, weight, groups=1)
     backend.prepare(*weight)
     backend.fp8_einsum(EINSUM, call.x, weight, call.out, EINSUM_RECIPE)
     torch.cuda.synchronize()
@@ -116,7 +116,7 @@ def multiply(backend: TritonBackend, tokens: int) -> None:
 
 def linear(backend: TritonBackend, tokens: int) -> None:
     """Quantization of the tokens, and their product."""
-    backend.linear(sm90_product.make_rows(tokens, 1280), *sm90_product.make_linear(128, 1280))
+    backend.linear(product_calls.make_rows(tokens, 1280), *product_calls.make_linear(128, 1280))
     torch.cuda.synchronize()
 
 

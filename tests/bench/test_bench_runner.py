@@ -242,10 +242,12 @@ def under(run: BenchRun, readings: list[Reading]) -> BenchRun:
 def test_a_device_that_stays_too_hot_gives_an_invalid_row_not_an_empty_one(
     start: Callable[..., BenchRun], model: str
 ) -> None:
-    (row,) = under(start(), [HOT]).run_case(Case(model=model, batch="1q1s40"), ["torch"])
+    patient = replace(QUICK, timeout=0.15)  # time for three samples on a busy machine
+    run = under(start(policy=patient), [HOT])
+    (row,) = run.run_case(Case(model=model, batch="1q1s40"), ["torch"])
     assert row.status == "error"
     assert "INVALID: every sample fell under a hardware or thermal slowdown" in row.reason
-    assert all(m.n == 0 and m.discarded > 0 for m in row.measurements)
+    assert all(m.n == 0 and m.discarded >= 3 for m in row.measurements)
 
 
 def test_too_few_samples_left_by_the_heat_are_a_problem_and_a_power_cap_is_none(
